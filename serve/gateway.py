@@ -25,13 +25,13 @@ from serve.target import TargetDescription
 
 _LOGGER = logging.getLogger("ray.serve")
 _MAX_REFUSALS = 2
-"""Replicas that a new request asks for a place before it is refused."""
+"""Number of replicas that are asked to admit a new request before it is refused."""
 _MAX_REFUSALS_ONCE_ADMITTED = 120
 """The same for an answer that has begun, whose client was promised all of it: it gives up after a minute."""
 _REFUSAL_PAUSE_SECONDS = 0.5
 """Pause between such attempts."""
 _FULL_SECONDS = 0.1
-"""After a request found no place, others are refused for so long without asking, which would cost the targets more."""
+"""After no replica admitted a request, new ones are refused for so long without asking any, to spare the targets."""
 _FRESH = 1.0
 """Seconds for which a description of the targets, and metrics, are not asked for again."""
 _READY_SECONDS = 3.0
@@ -114,7 +114,9 @@ class Gateway:
             return await self._exported.get()
         except (ConnectionError, TimeoutError) as error:
             raise ApiError(
-                503, f"metrics cannot be had: {error or 'too slow'}", retry_after=RETRY_AFTER_SECONDS
+                503,
+                f"metrics are unavailable: {error or 'Ray did not answer in time'}",
+                retry_after=RETRY_AFTER_SECONDS,
             ) from error
 
     def refuse_while_full(self) -> None:

@@ -4,7 +4,7 @@ from moray.batch import DataShardBatch, TrainBatch
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
-from moray.distill.step import UpdatePlace, UpdateResult, run_update
+from moray.distill.step import UpdateContext, UpdateResult, run_update
 from moray.drafters.base import Drafter
 
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=1)
@@ -34,7 +34,7 @@ def gradients_of(
     """Leave in `drafter` the clipped gradients of one update over these data shards."""
     optimiser = KeepsGradients(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     replicas = Replicas(drafter, optimiser, losses, train or TrainConfig())
-    place = UpdatePlace(0, 1, 1, staircase_probability, len(data_shards), seed)
+    context = UpdateContext(0, 1, 1, staircase_probability, len(data_shards), seed)
     return run_update(
-        replicas, [as_data_shard(batch, data_shard) for data_shard, batch in enumerate(data_shards)], place
+        replicas, [as_data_shard(batch, data_shard) for data_shard, batch in enumerate(data_shards)], context
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moray.drafters.base import Drafter
 from moray.trees.grow import Select, grow_many
-from moray.trees.growth import Picked
+from moray.trees.growth import SelectedTokens
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -34,6 +34,6 @@ def _step_one(
     return ((), torch.empty(0, 1, 1)) if logits is None else ((0,), logits[None])
 
 
-def _select_one(select: Select, asked: Sequence[int], logits: Tensor, depth: int, children: int) -> Picked:
+def _select_one(select: Select, asked: Sequence[int], logits: Tensor, depth: int, children: int) -> SelectedTokens:
     tokens, log_probs, draft_probs = select(logits[0], depth, children)
-    return Picked(tokens[None], log_probs[None], (draft_probs,))
+    return SelectedTokens(tokens[None], log_probs[None], (draft_probs,))

@@ -16,7 +16,7 @@ from moray.batch import DataShardBatch
 from moray.distill.configs import AdamWConfig, DeepSpeedConfig, LinearSchedule, TrainConfig
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
-from moray.distill.step import UpdatePlace, data_shards_of, num_rounds, run_update
+from moray.distill.step import UpdateContext, data_shards_of, num_rounds, run_update
 from moray.drafters.base import Drafter
 
 DATA_SHARDS, STEPS = 3, 4
@@ -59,7 +59,7 @@ def updates(parallel: Parallel, data_shards: list[DataShardBatch], first: int, l
     rank, workers = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows = []
     for step in range(first, last):
-        place = UpdatePlace(step, 10, 10, 0.5, num_rounds(DATA_SHARDS), 0)
+        place = UpdateContext(step, 10, 10, 0.5, num_rounds(DATA_SHARDS), 0)
         result = run_update(
             parallel, [data_shards[data_shard] for data_shard in data_shards_of(rank, workers, DATA_SHARDS)], place
         )

@@ -19,7 +19,7 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.kv_cache import GRAIN
 from moray.decoding.generation import Generation, tau
 from moray.decoding.params import SamplingParams
-from moray.decoding.planning.fitting import depth_notice, fit_shape, say_once
+from moray.decoding.planning.fitting import say_once
 from moray.decoding.request import Request
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
@@ -98,7 +98,6 @@ def measure_batch_speedup(
         DataError: there are fewer prompts than `batch`, or one does not fit into the target's context.
     """
     _check(prompts, max_new_tokens, batch, rounds, target)
-    shape = _fitted(shape, drafter, target)
     config = _engine_config(shape, max(map(len, prompts)) + max_new_tokens, batch)
     plain = _Side(Engine(target, config, eos_ids), params)
     drafted = _Side(_drafting_engine(target, drafter, config, eos_ids), params)
@@ -185,14 +184,6 @@ def _check(prompts: Sequence[list[int]], max_new_tokens: int, batch: int, rounds
         )
 
 
-def _fitted(shape: AnyShape, drafter: Drafter, target: Target) -> AnyShape:
-    """The shape, cut to the depth that the drafter can draft; a cut is said once."""
-    name = type(drafter).__name__.lower()
-    fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
-    say_once(depth_notice(shape, name, fitted))
-    return fitted
-
-
 def _engine_config(shape: AnyShape, max_model_len: int, batch: int) -> EngineConfig:
     """An engine with room for `batch` sequences of `max_model_len` tokens and a tree each."""
     slots = -(-(max_model_len + shape.num_nodes + 1) // GRAIN) * GRAIN
@@ -210,6 +201,7 @@ def _drafting_engine(target: Target, drafter: Drafter, config: EngineConfig, eos
     assert config.max_model_len is not None
     drafts = LocalDrafts(drafter, config.max_model_len, config.tree.num_expanded)
     engine = Engine(target, config, eos_ids, drafts={_NAME: drafts})
+    say_once(engine.draft_schedulers[_NAME].notices)
     engine.measure_costs({_NAME: drafter})
     return engine
 

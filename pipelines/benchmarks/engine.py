@@ -74,14 +74,18 @@ def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[i
     count = max(config.num_answers or len(prompts), size)
     chosen = [prompts[index % len(prompts)] for index in range(count)]
 
-    def answer(drafter: str | None, most: int) -> tuple[float, list[list[int]], float]:
+    def answer(drafter: str | None, max_new_tokens: int) -> tuple[float, list[list[int]], float]:
         synchronise(engine.target.device)
         begin = time.perf_counter()
         made = answer_batch(
             engine,
             [
                 Request(
-                    prompt=tuple(prompt), params=config.sampling, max_new_tokens=most, sequence=index, drafter=drafter
+                    prompt=tuple(prompt),
+                    params=config.sampling,
+                    max_new_tokens=max_new_tokens,
+                    sequence=index,
+                    drafter=drafter,
                 )
                 for index, prompt in enumerate(chosen)
             ],

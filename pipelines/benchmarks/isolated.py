@@ -32,7 +32,8 @@ def measure_alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> d
     except EOFError:
         process.join()
         raise DataError(
-            f"measuring {function.__name__} ended with exit code {process.exitcode}: is memory short?"
+            f"the process that measured {function.__name__} ended with exit code {process.exitcode}, probably because "
+            "memory ran out: free memory, or give smaller settings"
         ) from None
     process.join()
     if isinstance(outcome, MorayError):

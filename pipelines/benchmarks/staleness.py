@@ -114,12 +114,12 @@ class LateDrafter:
         """Count the leading draft tokens below a root that match the answer; the state covers tokens before `known`."""
         drafted: list[Tensor] = []
         for level in range(root + self._depth - known):
-            place = known + level
-            token = self._text[place : place + 1] if place <= root else drafted[-1]
+            position = known + level
+            token = self._text[position : position + 1] if position <= root else drafted[-1]
             logits = self._drafter.step(self._state, token, None, level)
             if logits is None:
                 break
-            if place >= root:
+            if position >= root:
                 drafted.append(logits.argmax(dim=-1))
         if not drafted:
             return 0

@@ -23,7 +23,7 @@ from moray.cluster.training.windows import read_window
 from moray.cluster.training.worker import build_learner
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
-from moray.distill.step import UpdatePlace, run_update
+from moray.distill.step import UpdateContext, run_update
 from moray.drafters.learner import Learner
 from moray.drafters.moa.moa import MoA
 from moray.targets.model import Target, pick_device
@@ -171,8 +171,10 @@ class WaysToTrain:
 
     def _update(self, trainer: Replicas, step: int, batch: DataShardBatch) -> None:
         total, train = self._config.updates, self._run.train
-        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.logging_steps == 0)
-        run_update(trainer, [batch], place)
+        context = UpdateContext(
+            step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.logging_steps == 0
+        )
+        run_update(trainer, [batch], context)
 
     def _train_cached(self) -> None:
         for step, rows in enumerate(self._read(self._needs)):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from moray.config import Config, validate
 from moray.decoding.generate import SpeculativeDecoder, runner_for
@@ -29,6 +29,30 @@ _MAX_NODES = 128
 """Of a tree for which the shared memory has room; a larger one has memory of its own."""
 
 
+class TargetSettings(TypedDict, total=False):
+    """How a target is loaded; what is left out has the default of `targets.spec.TargetConfig`."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Number format of the weights and activations."""
+    device: Literal["auto", "cpu", "cuda"]
+    """Device to run on; auto takes the GPU if there is one."""
+    template: str | None
+    """Chat template: a jinja file, or `plain` for none; None for the tokenizer's own."""
+
+
+class SamplingSettings(TypedDict, total=False):
+    """How tokens are drawn (see `decoding.params.SamplingParams`); greedy without any."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    acceptance_method: Literal["gumbel_coupled", "rejection", "typical"]
+    typical_epsilon: float
+    typical_delta: float
+
+
 class Target:
     """A model whose output must come out unchanged, its tokenizer, and key/value memory for one answer at a time."""
 
@@ -40,13 +64,14 @@ class Target:
         self._decoders: dict[tuple[int, AnyShape | None], SpeculativeDecoder] = {}
 
     @classmethod
-    def load(cls, model: str | Path, *, max_context: int = MAX_CONTEXT, **settings: Any) -> "Target":
+    def load(cls, model: str | Path, *, max_context: int = MAX_CONTEXT, **settings: Unpack[TargetSettings]) -> "Target":
         """Load a model's weights and its tokenizer.
 
         Args:
-            model: folder of a Hugging Face model, its name on the Hub, or a GGUF file of the Llama family.
+            model: folder of a Hugging Face model, its name on the Hub, or a GGUF file of the families llama, qwen2
+                and qwen3.
             max_context: most tokens of prompt and answer together; no more than the model's own context.
-            settings: `dtype`, `device` and `template`, as in `targets.spec.TargetConfig`.
+            settings: see `TargetSettings`.
 
         Raises:
             ConfigError: no such model, an unsupported family, or a setting that is not known.
@@ -131,7 +156,7 @@ def generate(
     tree: AnyShape = ADAPTIVE,
     stop: Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
-    **sampling: Any,
+    **sampling: Unpack[SamplingSettings],
 ) -> Answer:
     """Answer a prompt. With greedy decoding the answer equals, token by token, what the target alone would give.
 
@@ -143,13 +168,13 @@ def generate(
         tree: shape of the drafts.
         stop: strings that end the answer, which leaves them out.
         on_text: receives the text piece by piece.
-        sampling: `temperature`, `top_p`, `seed` and others of `decoding.params.SamplingParams`; greedy without any.
+        sampling: `temperature`, `top_p`, `seed` and others of `SamplingSettings`; greedy without any.
 
     Raises:
         ConfigError: a sampling parameter that is not known, or a tree that the drafter cannot draft.
         DataError: the prompt does not fit into the target's context.
     """
-    params = validate(SamplingParams, sampling)
+    params = validate(SamplingParams, dict(sampling))
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     tokenizer = target.tokenizer
     strings = StopStrings(stop, tokenizer.decode)

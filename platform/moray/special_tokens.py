@@ -1,11 +1,11 @@
-"""Special tokens that are spelt out in the contents of messages: text there, and nothing else.
+"""Tokenises special tokens that are spelt out in the contents of messages as plain text.
 
-Tokenizers take `<|im_end|>` for the end of a turn wherever it stands, so a user who writes it into a message could
-write the turns of others. Templates join and cut contents, so it is their renderings that are compared: one of the
-contents as they are, one in which no special token can begin in a content. Where both hold the same special tokens
-nothing is done at all; otherwise the second is tokenised. What the tokenizer does not call special, such as `<think>`
-often, is left alone unless the template writes it around a user's turn; so are plain words of a template, such as
-Vicuna's `USER:`, and tokens of one character."""
+Tokenizers treat `<|im_end|>` as the end of a turn wherever it occurs, so a user who writes it into a message could
+forge the turns of others. Templates join and cut contents, so their renderings are compared: one of the contents as
+they are, and one in which no special token can begin in a content. If both contain the same special tokens, nothing is
+done; otherwise the second is tokenised. A token that the tokenizer does not mark as special, often `<think>`, is left
+alone unless the template writes it around a user's turn. Plain words of a template, such as Vicuna's `USER:`, and
+tokens of one character are left alone, too."""
 
 import json
 import re
@@ -19,27 +19,27 @@ from moray.chat_template import ChatTemplate, Message
 from moray.errors import DataError
 
 CONTENT_RULE = 2
-"""Version of how contents are read, which a cache of tokens keeps: raise it whenever a chat's tokens may change.
-1: special tokens that one content spells are text. 2: also those that a template puts together from contents, and
-tokens around a user's turn that the tokenizer does not call special."""
+"""Version of the rule for reading contents, recorded in a cache of tokens: raise it whenever a chat's tokens may
+change. 1: special tokens that one content spells are text. 2: so are those that a template assembles from contents, and
+tokens around a user's turn that the tokenizer does not mark as special."""
 
 _SPACE = re.compile(r"\s*")
 _NO_WORD = re.compile(r"[^\w\s]")
 _MARKS = range(0xE100, 0xF8FF)
-"""Private-use characters: no template trims, tests or produces them."""
+"""Private-use characters, which no template trims, tests or produces."""
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and how to read chats that spell them."""
+    """Special tokens of a tokenizer; reads chats that spell them."""
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
-        """`tokenizer` is a fast one of transformers; `template` renders its chats."""
+        """`tokenizer` is a fast tokenizer of transformers; `template` renders its chats."""
         added = {t.content: (number, t) for number, t in tokenizer.added_tokens_decoder.items() if len(t.content) > 1}
         controls = _control_tokens(template, [text for text, (_, token) in added.items() if not token.special])
         self._special = {text: found for text, found in added.items() if found[1].special or text in controls}
         self._spelt = _any_of(self._special)
         self._beginning = _any_of({text[0] for text in self._special})
-        # Templates look for tokens such as `</think>`: these stay whole where no special token can begin in them.
+        # Templates search for tokens such as `</think>`: these stay whole if no special token can begin inside them.
         begun = {text[:length] for text in self._special for length in range(1, len(text) + 1)}
         others = [text for text in added.keys() - begun if self._beginning.match(text) and not self._spelt.match(text)]
         whole = trie_pattern(text for text in others if not self._beginning.search(text, 1)) or r"(?!)"
@@ -48,13 +48,13 @@ class SpecialTokens:
         self._splitting: tuple[Any, Any] | None = None
 
     def marked(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> tuple[Sequence[Message], str]:
-        """The messages to render so that contents are text, and the mark in them.
+        """Insert a marker character into contents that could spell a special token, so that they are read as text.
 
-        The messages as they are and an empty mark where that is so by itself; otherwise with the mark, a character
-        that no content holds, behind every character of a content with which a special token could begin.
+        Returns the messages and the marker; the marker is empty if none was needed. It is a character that no content
+        holds, inserted after every character with which a special token could begin.
 
         Raises:
-            DataError: the template refuses the chat, or its contents use all characters that could be marks.
+            DataError: the template rejects the chat, or its contents use all characters that could be markers.
         """
         if not any(self._beginning.search(message["content"]) for message in messages):
             return messages, ""
@@ -75,9 +75,9 @@ class SpecialTokens:
         return "".join(parts)
 
     def tokenise(self, text: str, mark: str) -> tuple[list[int], np.ndarray]:
-        """Ids of a rendering of marked messages, and their offsets [seq, 2] in it without the marks.
+        """Return the ids of a rendering of marked messages, and their offsets [seq, 2] in it without the markers.
 
-        What stands between the template's special tokens is tokenised piece by piece, as the tokenizer does by itself.
+        The text between the template's special tokens is tokenised piece by piece, as the tokenizer itself does.
 
         Raises:
             UnicodeError, TypeError: the text holds a lone surrogate.
@@ -87,7 +87,7 @@ class SpecialTokens:
         for found in self._spelt.finditer(text):
             number, token = self._special[found.group()]
             start, stop = found.span()
-            # Some tokens take in the white space beside them.
+            # Some tokens absorb the white space beside them.
             start = end + len(text[end:start].rstrip()) if token.lstrip else start
             stop = _SPACE.match(text, stop).end() if token.rstrip else stop  # type: ignore[union-attr]
             pieces += [(text[end:start], None), (text[start:stop], number)]
@@ -115,8 +115,8 @@ class SpecialTokens:
         return ids, np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _backends(self) -> tuple[Any, Any]:
-        """Tokenizers that read special tokens as text: for what begins a text, and for what stands further on. They
-        are this object's own: threads may use them and the tokenizer at a time."""
+        """Return two tokenizers that read special tokens as text: for the first piece of a text, and for later pieces.
+        They are copies, so that threads may use them and the original tokenizer at the same time."""
         if self._splitting is None:
             from tokenizers import Tokenizer
 
@@ -135,7 +135,7 @@ class SpecialTokens:
 
 
 def _forget_prefix(pre_tokenizer: Any) -> None:
-    """Change the JSON of a pre-tokenizer that writes a space before what begins a text, so that it never does."""
+    """Change the JSON of a pre-tokenizer that prepends a space to the start of a text, so that it never does."""
     for part in (pre_tokenizer or {}).get("pretokenizers", []):
         _forget_prefix(part)
     if pre_tokenizer and pre_tokenizer.get("prepend_scheme") == "first":
@@ -143,9 +143,9 @@ def _forget_prefix(pre_tokenizer: Any) -> None:
 
 
 def _control_tokens(template: ChatTemplate, added: Collection[str]) -> set[str]:
-    """Those of the added tokens that a template writes around a user's turn; words and white space are none.
+    """Return the added tokens that a template writes around a user's turn, except words and white space.
 
-    What stands in a default system turn before it, such as an explanation of `<think>`, is not around it.
+    Tokens in a default system turn before it, such as an explanation of `<think>`, do not count.
     """
     place = chr(_MARKS.start)
     before, _, behind = template.render([Message(role="user", content=place)]).partition(place)
@@ -156,14 +156,14 @@ def _control_tokens(template: ChatTemplate, added: Collection[str]) -> set[str]:
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of some words at each place; nothing if there are none."""
+    """Return a pattern that matches the longest of some words; it matches nothing if there are none."""
     return re.compile(trie_pattern(words) or r"(?!)")
 
 
 def trie_pattern(words: Iterable[str]) -> str:
-    """A pattern of the longest of some words, with one branch per character that may come next.
+    """Return a pattern that matches the longest of some words, with one branch per possible next character.
 
-    An alternation of the words, of which there may be hundreds, would try each of them wherever one could begin.
+    A plain alternation of the words, of which there may be hundreds, would try each of them wherever one could begin.
     {"<s>", "</s>", "<s>>"} gives `<(?:s>(?:>)?|/s>)`.
     """
     rests: dict[str, list[str]] = {}
@@ -179,7 +179,7 @@ def trie_pattern(words: Iterable[str]) -> str:
 
 
 def without_marks(text: str, mark: str, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
-    """A rendering and spans of its characters as they are without marks."""
+    """Return a rendering without its markers, and spans of its characters moved accordingly."""
     places = [found.start() for found in re.finditer(mark, text)]
     moved = [(start - bisect_left(places, start), end - bisect_left(places, end)) for start, end in spans]
     return text.replace(mark, ""), moved

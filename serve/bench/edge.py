@@ -34,7 +34,7 @@ _PUBLISHED = (1.84, 1.53)
 """Speed and acceptance length of MoA over EAGLE-2's, client-server, as its authors give them (arXiv 2410.03804)."""
 
 
-class Way(TypedDict):
+class ConnectionMode(TypedDict):
     """One way to get answers."""
 
     name: str
@@ -94,20 +94,20 @@ class EdgeNetwork(TypedDict):
     num_questions: int
 
 
-def ways_of(config: EdgeBenchmarkConfig) -> list[Way]:
+def ways_of(config: EdgeBenchmarkConfig) -> list[ConnectionMode]:
     """All ways to measure: the API without and with drafts, and the edge with each drafter."""
     assert config.application.edge is not None
     drafters = config.application.edge.drafters
     client = {"tree": config.tree.model_dump(mode="json"), "codec": config.codec}
-    ways: list[Way] = [{"name": "API, plain", "drafter": None, "edge": None}]
-    ways += [Way(name=f"API, {name}", drafter=name, edge=None) for name in drafters]
+    ways: list[ConnectionMode] = [{"name": "API, plain", "drafter": None, "edge": None}]
+    ways += [ConnectionMode(name=f"API, {name}", drafter=name, edge=None) for name in drafters]
     for in_flight in config.in_flight:
         after = ", run ahead" if in_flight > 1 else ""
         settings = {**client, "in_flight": in_flight}
-        ways += [Way(name=f"edge, {name}{after}", drafter=name, edge=settings) for name in drafters]
+        ways += [ConnectionMode(name=f"edge, {name}{after}", drafter=name, edge=settings) for name in drafters]
     for depth in config.depths:
         settings = {**client, "tree": {"type": "chain", "depth": depth}}
-        ways += [Way(name=f"edge, {name}, depth {depth}", drafter=name, edge=settings) for name in drafters]
+        ways += [ConnectionMode(name=f"edge, {name}, depth {depth}", drafter=name, edge=settings) for name in drafters]
     return ways
 
 
@@ -196,7 +196,7 @@ class _Device:
         self.types: dict[str, str] = self.read()["types"]
         """Types of the drafters by name."""
 
-    def ask(self, way: Way, question: Question) -> dict[str, Any]:
+    def ask(self, way: ConnectionMode, question: Question) -> dict[str, Any]:
         """One answer."""
         assert self._process.stdin is not None
         line = json.dumps(
@@ -251,7 +251,7 @@ def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, applications: Appli
 
 def _measure(
     config: EdgeBenchmarkConfig,
-    ways: Sequence[Way],
+    ways: Sequence[ConnectionMode],
     questions: Sequence[Question],
     device: _Device,
     link: EmulatedLink,
@@ -283,7 +283,7 @@ def _rate(answers: Sequence[dict[str, Any]]) -> float:
     return sum(answer["num_tokens"] for answer in answers) / sum(answer["seconds"] for answer in answers)
 
 
-def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
+def _row(way: ConnectionMode, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
     tokens = sum(answer["num_tokens"] for answer in answers)
     cycles = sum(answer["num_cycles"] for answer in answers)
     planned = sum(answer["num_planned"] for answer in answers)

@@ -202,9 +202,10 @@ class EdgeGateway(Backend):
 
     async def _follow(self, session: ServerSession, message: Open, codec: CodecName) -> None:
         """Pass on what the target replica has for a session, and what its device offers."""
-        server, place = self._server, uuid.uuid4().hex  # a place of its own on the router: it may have to move
+        server = self._server
+        router_session = uuid.uuid4().hex  # new for each connection: the router may have to choose another replica
         assert server is not None
-        targets = self._targets.options(stream=True, session_id=place, _by_reference=False)
+        targets = self._targets.options(stream=True, session_id=router_session, _by_reference=False)
         stream = targets.edge.remote(session.name, message, codec)
         offering: asyncio.Task[None] | None = None
         try:
@@ -212,7 +213,7 @@ class EdgeGateway(Backend):
                 if event is Admission.REFUSED:
                     raise RefusedError("full", "the server is at capacity: try again later", _RETRY_MS)
                 if event is Admission.ADMITTED:
-                    offering = asyncio.create_task(self._pass_on(session, place))
+                    offering = asyncio.create_task(self._pass_on(session, router_session))
                     continue
                 session.add(event)
                 self._count(event)
@@ -244,11 +245,11 @@ class EdgeGateway(Backend):
         if len(reply.tokens) > reply.num_accepted:
             self._sink.add(series.EDGE_TOKENS, len(reply.tokens) - reply.num_accepted, "target")
 
-    async def _pass_on(self, session: ServerSession, place: str) -> None:
+    async def _pass_on(self, session: ServerSession, router_session: str) -> None:
         """Send the drafts of a session to its target replica, in order."""
         server, offers = self._server, self._offers[session.name]
         assert server is not None
-        targets = self._targets.options(session_id=place, stream=False, _by_reference=False)
+        targets = self._targets.options(session_id=router_session, stream=False, _by_reference=False)
         try:
             while True:
                 await targets.offer.remote(session.name, await offers.get())

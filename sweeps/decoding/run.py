@@ -78,7 +78,7 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> DecodingSummary
             finalists = finalists_of(sweep, [one for one in trials if not _is_left(sweep, listings, one)])
             if not finalists:
                 why = first_message(trials)
-                raise DataError(f"not one trial of '{output}' came to its end with the target's own text{why}")
+                raise DataError(f"no trial of '{output}' finished with the target's own text{why}")
             figures = _confirm(sweep, finalists, console)
         return _write(sweep, listings, finalists, figures, output)
 

@@ -17,7 +17,7 @@ from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.reports.results import NO_LEAD, Trial, lead_of, read_trials
 from sweeps.reports.summaries import HowFar, HowSure, Lead, Leader, Overview, RunnerUp, Summary, WorthRow
-from sweeps.reports.views import Searched, Worth, common_rung, read_space, searched, tokens_at, worths
+from sweeps.reports.views import SearchTrials, Worth, common_rung, read_space, searched, tokens_at, worths
 from sweeps.tuning.folders import ENDED
 from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.spaces import Space, size
@@ -100,7 +100,7 @@ def _row_of(worth: Worth) -> WorthRow:
     }
 
 
-def _progress(search: Searched, config: Mapping[str, Any], worked_on: bool) -> HowFar:
+def _progress(search: SearchTrials, config: Mapping[str, Any], worked_on: bool) -> HowFar:
     """The number of planned trials, the states of those that have begun, and the leader."""
     best = search.ranked[:1]
     return {

@@ -13,7 +13,7 @@ from moray.bench.reports.wording import number, percent
 from sweeps.reports.plots_of_orders import parallel_plot, rank_plot
 from sweeps.reports.results import Trial, pareto
 from sweeps.reports.summaries import RankAgreement
-from sweeps.reports.views import WORDS, Searched, cells, figure
+from sweeps.reports.views import WORDS, SearchTrials, cells, figure
 from sweeps.tuning.spaces import short, show
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FADED = 0.3
 _FRONT = "What is gained, and what drafting costs"
 
 
-def draw_plots(search: Searched, ranks: Sequence[RankAgreement]) -> list[Plot]:
+def draw_plots(search: SearchTrials, ranks: Sequence[RankAgreement]) -> list[Plot]:
     """Draw all plots in the order of the page."""
     return [
         *(_map(search, key) for key in ("tau", "speedup")),
@@ -38,7 +38,7 @@ def draw_plots(search: Searched, ranks: Sequence[RankAgreement]) -> list[Plot]:
     ]
 
 
-def _map(search: Searched, key: str) -> Plot:
+def _map(search: SearchTrials, key: str) -> Plot:
     """Draw a heat map over the first two keys with lists; pale and hatched where a trial was stopped."""
     name, word = f"map-{key}", WORDS[key]
     lists = list(search.lists)
@@ -80,7 +80,9 @@ def _map(search: Searched, key: str) -> Plot:
     return Plot(name, title, description, render_svg(name, draw, height))
 
 
-def _paint_cells(canvas: "Figure", axes: "Axes", search: Searched, table: list[list[Trial | None]], key: str) -> None:
+def _paint_cells(
+    canvas: "Figure", axes: "Axes", search: SearchTrials, table: list[list[Trial | None]], key: str
+) -> None:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -117,7 +119,7 @@ def _paint_cells(canvas: "Figure", axes: "Axes", search: Searched, table: list[l
     bar.outline.set_visible(False)  # type: ignore[operator]
 
 
-def _curves(search: Searched) -> Plot:
+def _curves(search: SearchTrials) -> Plot:
     """Draw learning curves: the best trials in colour, all others as thin lines."""
     keys = ["tau", "speedup"] if search.objective == "tau" else ["objective", "tau"]
     title = f"Learning: {WORDS[search.objective]} and {WORDS['speedup' if search.objective == 'tau' else 'tau']}"

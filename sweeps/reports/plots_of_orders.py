@@ -16,7 +16,7 @@ from moray.bench.reports.svg import INK, render_svg
 from moray.bench.reports.wording import number
 from sweeps.reports.results import Trial
 from sweeps.reports.summaries import RankAgreement
-from sweeps.reports.views import WORDS, Searched, at_height, figure, height
+from sweeps.reports.views import WORDS, SearchTrials, at_height, figure, height
 from sweeps.tuning.records import TrialRow
 from sweeps.tuning.spaces import Range, short, show
 
@@ -71,7 +71,7 @@ class _Parallel:
     objective_word: str
 
 
-def parallel_plot(search: Searched) -> Plot:
+def parallel_plot(search: SearchTrials) -> Plot:
     """Plot each trial as a line through the values that were chosen for it and the results that it reached."""
     name, title = "parallel", "What was chosen, and what came of it"
     trials = [trial for trial in reversed(search.ranked) if _has_results(trial)]
@@ -90,7 +90,7 @@ def _has_results(trial: Trial) -> bool:
     return all(figure(trial.last, key) is not None for key in (*_RESULTS, "objective"))
 
 
-def _chosen_column(search: Searched, key: str, trials: Sequence[Trial]) -> _Column:
+def _chosen_column(search: SearchTrials, key: str, trials: Sequence[Trial]) -> _Column:
     """Place trials by the value chosen for a key: in a list by its position, in a range on the range's own scale."""
     dimension = search.space[key]
     values = [trial.choices[key] for trial in trials]
@@ -117,7 +117,7 @@ def _result_column(key: str, trials: Sequence[Trial]) -> _Column:
     return _Column(WORDS[key], heights, ticks)
 
 
-def _trial_lines(search: Searched, trials: Sequence[Trial], columns: Sequence[_Column]) -> list[_TrialLine]:
+def _trial_lines(search: SearchTrials, trials: Sequence[Trial], columns: Sequence[_Column]) -> list[_TrialLine]:
     lines: list[_TrialLine] = []
     for index, trial in enumerate(trials):
         heights = [column.heights[index] for column in columns]
@@ -211,7 +211,7 @@ class _Ranks:
     lines: list[_RankLine]  # ordered by their ranks on the last rung, the best first
 
 
-def rank_plot(search: Searched, ranks: Sequence[RankAgreement]) -> Plot:
+def rank_plot(search: SearchTrials, ranks: Sequence[RankAgreement]) -> Plot:
     """Plot the rank of every trial on each rung: if lines cross, an early order was not the last one.
 
     Args:
@@ -235,14 +235,14 @@ def rank_plot(search: Searched, ranks: Sequence[RankAgreement]) -> Plot:
     return Plot(name, title, description, svg)
 
 
-def _rungs_to_show(search: Searched, ranks: Sequence[RankAgreement]) -> list[int]:
+def _rungs_to_show(search: SearchTrials, ranks: Sequence[RankAgreement]) -> list[int]:
     """List the rungs that were compared, and the highest rung that any trial came to."""
     rungs = [rank["rung"] for rank in ranks]
     highest = max((row["rung"] for trial in search.trials for row in trial.rows), default=0)
     return rungs if highest in rungs else [*rungs, highest]
 
 
-def _trials_measured_on(rungs: Sequence[int], search: Searched) -> list[_Measured]:
+def _trials_measured_on(rungs: Sequence[int], search: SearchTrials) -> list[_Measured]:
     """Select the trials that have an objective on every one of the rungs."""
     trials = [_Measured(trial, {row["rung"]: row for row in trial.rows}) for trial in search.trials]
     return [trial for trial in trials if all(_has_objective(trial, rung) for rung in rungs)]
@@ -252,7 +252,7 @@ def _has_objective(trial: _Measured, rung: int) -> bool:
     return rung in trial.rows_by_rung and figure(trial.rows_by_rung[rung], "objective") is not None
 
 
-def _rank_lines(search: Searched, trials: Sequence[_Measured], rungs: Sequence[int]) -> list[_RankLine]:
+def _rank_lines(search: SearchTrials, trials: Sequence[_Measured], rungs: Sequence[int]) -> list[_RankLine]:
     """Rank the trials on every rung, and name the best of the last rung if the lines are far enough apart."""
     ranks_by_rung = [_ranks_on(rung, trials) for rung in rungs]
     lines: list[_RankLine] = []

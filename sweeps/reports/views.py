@@ -37,7 +37,7 @@ def figure(row: Mapping[str, Any], key: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchTrials:
     """The trials of a search, with its space and objective.
 
     It excludes the extra trainings from other seeds that confirm the winner, and trials that began before the sweep was
@@ -90,9 +90,9 @@ class Searched:
         )
 
 
-def searched(trials: Iterable[Trial], space: Space, objective: Objective) -> Searched:
+def searched(trials: Iterable[Trial], space: Space, objective: Objective) -> SearchTrials:
     """Select the trials that belong to the current search from all trials of a sweep."""
-    return Searched([trial for trial in trials if lies_in(trial.choices, space)], space, objective)
+    return SearchTrials([trial for trial in trials if lies_in(trial.choices, space)], space, objective)
 
 
 def _merit(trial: Trial) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def _merit(trial: Trial) -> tuple[float, float]:
     return trial.last.get("rung_tokens", 0.0), -math.inf if objective is None else objective
 
 
-def cells(search: Searched, down: str, across: str | None) -> list[list[Trial | None]]:
+def cells(search: SearchTrials, down: str, across: str | None) -> list[list[Trial | None]]:
     """Arrange trials in a table with a row per value of `down` and a column per value of `across` (or one column).
 
     If several trials share a cell, it shows the one trained longest, or the best of those.
@@ -129,7 +129,7 @@ class Worth:
     best: float | None
 
 
-def common_rung(search: Searched) -> int | None:
+def common_rung(search: SearchTrials) -> int | None:
     """The highest rung that all trials with figures have reached, ignoring diverged and failed ones."""
     lasts = [
         trial.rows[-1]["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")
@@ -137,12 +137,12 @@ def common_rung(search: Searched) -> int | None:
     return min(lasts, default=None)
 
 
-def tokens_at(search: Searched, rung: int | None) -> float | None:
+def tokens_at(search: SearchTrials, rung: int | None) -> float | None:
     """Training tokens of a rung; None if no trial has reached it."""
     return next((row.get("rung_tokens") for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
 
 
-def worths(search: Searched, rung: int | None) -> list[Worth]:
+def worths(search: SearchTrials, rung: int | None) -> list[Worth]:
     """The objective on one rung by value, for each key with several values; empty if no trial has reached the rung."""
     measured = [
         (trial, objective)

@@ -40,18 +40,18 @@ def render_html(summary: SparseSummary) -> str:
 
 def front_plot(rows: Sequence[SparseRow]) -> Plot:
     """Perplexity against the share of layers that run, with the front."""
-    places = [_Place(row["name"], row["figures"], row["is_on_front"]) for row in rows if row["figures"]]
-    dense = places[0].figures["dense_perplexity"]
+    points = [_Point(row["name"], row["figures"], row["is_on_front"]) for row in rows if row["figures"]]
+    dense = points[0].figures["dense_perplexity"]
     title = "Perplexity against the share of the layers that a token runs through"
-    said = "; ".join(f"{one.name}: share {one.at[0]:.2f}, perplexity {one.at[1]:.2f}" for one in places)
+    said = "; ".join(f"{one.name}: share {one.at[0]:.2f}, perplexity {one.at[1]:.2f}" for one in points)
     description = (
         f"{said}. Dotted: the dense target, {dense:.2f}. Line: the front, trials of which no other one has a lower "
         "perplexity with no more layers."
     )
-    return Plot("front", title, description, render_svg("front", _painter(places, dense), 3.4))
+    return Plot("front", title, description, render_svg("front", _painter(points, dense), 3.4))
 
 
-class _Place(NamedTuple):
+class _Point(NamedTuple):
     name: str
     figures: SparseFigures
     is_on_front: bool
@@ -62,13 +62,13 @@ class _Place(NamedTuple):
         return self.figures["share"], self.figures["perplexity"]
 
 
-def _painter(places: Sequence[_Place], dense: float) -> Callable[["Figure"], None]:
+def _painter(points: Sequence[_Point], dense: float) -> Callable[["Figure"], None]:
     def draw(canvas: "Figure") -> None:
         axes = canvas.subplots()
-        axes.scatter(*zip(*(one.at for one in places), strict=True), color=COLOURS[0], s=24)
-        front = [one.at for one in places if one.is_on_front]
+        axes.scatter(*zip(*(one.at for one in points), strict=True), color=COLOURS[0], s=24)
+        front = [one.at for one in points if one.is_on_front]
         axes.plot(*zip(*front, strict=True), color=COLOURS[1], marker="o", markersize=6)
-        for one in places:
+        for one in points:
             axes.annotate(shorten(one.name), one.at, xytext=(5, 5), textcoords="offset points", fontsize=8.5)
         axes.axhline(dense, color=INK, linewidth=0.8, linestyle=":")
         axes.margins(0.15)

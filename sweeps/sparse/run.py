@@ -160,6 +160,6 @@ def _fingerprints(sweep: SparseSweepConfig) -> dict[str, str]:
     base = sweep.trial({})
     return {
         **run_fingerprints(base),
-        "data_shards": str(base.workers.most * base.train.gradient_accumulation_steps),
+        "data_shards": str(base.workers.max_workers * base.train.gradient_accumulation_steps),
         "chats": sha256_of_files([Path(sweep.quality.chats)]),
     }

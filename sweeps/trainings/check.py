@@ -9,7 +9,7 @@ from moray.bench.specbench import read_questions
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.outline import outline_learner, run_length
 from moray.cluster.training.resume import check_same_target
-from moray.decoding.planning.fitting import is_too_deep
+from moray.decoding.planning.fitting import fit_shape
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import read_spec
@@ -51,12 +51,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
             f"what is missing, run {command_to_add(store, sorted(missing))}"
         )
     for choices, config in corners:
-        depth = config.drafter.max_depth
-        if is_too_deep(sweep.decoding.tree, depth):
-            raise ConfigError(
-                f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "
-                f"at most {depth}"
-            )
+        fit_shape(sweep.decoding.tree, label(choices), config.drafter.max_depth)
     tokens = sweep.training_tokens or run_length(first, manifest, drafters[id(first)]) * tokens_per_step(first)
     rungs = rungs_of(sweep.ladder, tokens)
     lengths: dict[str, int] = {}

@@ -23,7 +23,7 @@ def rungs_of(ladder: LadderConfig, tokens: int) -> list[Rung]:
 
 def tokens_per_step(config: DistillConfig) -> int:
     """Tokens per update, padding included."""
-    return config.train.batch_tokens * config.workers.most * config.train.gradient_accumulation_steps
+    return config.train.batch_tokens * config.workers.max_workers * config.train.gradient_accumulation_steps
 
 
 def steps_at(tokens: int, config: DistillConfig) -> int:

@@ -241,6 +241,6 @@ def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
     base = sweep.trial({})
     return {
         **run_fingerprints(base),
-        "data_shards": str(base.workers.most * base.train.gradient_accumulation_steps),
+        "data_shards": str(base.workers.max_workers * base.train.gradient_accumulation_steps),
         "questions": sha256_of_files([Path(sweep.decoding.questions)]),
     }

@@ -44,10 +44,10 @@ def concurrent_trials(config: TrainingConfig, sweep: ConcurrentSweep, section: s
                 f"{section}.{field} is {asked:g}; there are {present.get(name, 0.0):g} {name}s, and a measurement "
                 "would wait forever: give less"
             )
-    rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.most * workers.cpus_per_worker + WAITING_CPUS)]
+    rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.max_workers * workers.cpus_per_worker + WAITING_CPUS)]
     if workers.use_gpu:
-        rooms.append(present.get("GPU", 0.0) / (workers.most * workers.gpus_per_worker))
+        rooms.append(present.get("GPU", 0.0) / (workers.max_workers * workers.gpus_per_worker))
     elif not (config.ray.address or sweep.ray.address or os.environ.get("RAY_ADDRESS")):
-        rooms.append((os.cpu_count() or 1) / (workers.most * workers.threads_per_worker))
+        rooms.append((os.cpu_count() or 1) / (workers.max_workers * workers.threads_per_worker))
     most = max(1, int(min(rooms)))
     return min(most, sweep.max_concurrent or most)

@@ -10,7 +10,7 @@ from tiny_drafters import UNTRAINED, VARIANTS, build, losses_for
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
-from moray.distill.step import UpdatePlace, run_update
+from moray.distill.step import UpdateContext, run_update
 from moray.errors import ConfigError
 
 
@@ -52,8 +52,8 @@ def test_every_loss_is_lowered_by_training_on_it(tiny, trained, trained_batch, t
         return
     optimiser = Optimiser(trained, AdamWConfig(type="adamw", lr=3e-3), LinearSchedule(type="linear", warmup_steps=1))
     replicas = Replicas(trained, optimiser, losses, TrainConfig())
-    place = UpdatePlace(0, 25, 50, staircase_probability=0.0, num_rounds=1, seed=0)  # always the same draws
-    values = [run_update(replicas, [as_data_shard(trained_batch)], place).metrics(losses)["loss"] for _ in range(25)]
+    context = UpdateContext(0, 25, 50, staircase_probability=0.0, num_rounds=1, seed=0)  # always the same draws
+    values = [run_update(replicas, [as_data_shard(trained_batch)], context).metrics(losses)["loss"] for _ in range(25)]
     assert values[-1] < 0.9 * values[0]
 
 

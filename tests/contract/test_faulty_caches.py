@@ -12,7 +12,7 @@ from moray.decoding.engine import engine as engine_module
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling.accept import Accepted, accept, by_rule
+from moray.decoding.sampling.accept import Accepted, accept, row_by_row
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -52,7 +52,7 @@ def is_greedy_lossless(tiny: TinyTarget, shape_name: str) -> bool:
 
 
 CACHE_FAULTS = {
-    "second best accepted": (engine_module, "accept_rows", by_rule(takes_the_second_best), SHAPES),
+    "second best accepted": (engine_module, "accept_rows", row_by_row(takes_the_second_best), SHAPES),
     "wrong slots kept": (BatchedKVCache, "move", keep_first_slots, ("fixed", "dynamic")),
     "refused slot kept": (TargetRunner, "verify", verify_behind_a_refused_slot, SHAPES),
     "accepted slot dropped": (TargetRunner, "keep", drop_the_last_slot, SHAPES),

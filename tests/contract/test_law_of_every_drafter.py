@@ -91,5 +91,5 @@ def test_a_verifier_that_believes_the_drafter_is_caught(target, kind, monkeypatc
         chosen = int((sampler.log_probs(logits[1:2]) + noise).argmax())
         return Accepted([1], [int(tree.tokens[1])], chosen)
 
-    monkeypatch.setattr(engine_module, "accept_rows", accept_module.by_rule(believe))
+    monkeypatch.setattr(engine_module, "accept_rows", accept_module.row_by_row(believe))
     assert not keeps_the_law(target, kind, "chain", REJECTION)

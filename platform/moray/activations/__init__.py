@@ -1,1 +1,1 @@
-"""The activation cache: chats in, the target's activations out, as Parquet that training reads."""
+"""The activation cache: runs the target over chats and stores its activations as Parquet for training."""

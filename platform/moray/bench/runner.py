@@ -209,8 +209,8 @@ class Runner:
         return truth
 
     def _ours(self, decoder: SpeculativeDecoder) -> Run:
-        return lambda prompt, params, most, sequence: decoder.generate(
-            prompt, params, most, self._eos_ids, sequence=sequence, stop=self._stop
+        return lambda prompt, params, max_new_tokens, sequence: decoder.generate(
+            prompt, params, max_new_tokens, self._eos_ids, sequence=sequence, stop=self._stop
         )
 
     def _hugging_face(self, target: Target) -> Run:
@@ -221,13 +221,13 @@ class Runner:
         )
 
         @torch.inference_mode()
-        def run(prompt: list[int], params: SamplingParams, most: int, sequence: int) -> Generation:
+        def run(prompt: list[int], params: SamplingParams, max_new_tokens: int, sequence: int) -> Generation:
             options: dict[str, object] = {"do_sample": not params.is_greedy}
             if not params.is_greedy:
                 options |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
                 torch.manual_seed(params.seed + sequence)  # the same prompt gives the same text again
             tokens = torch.tensor([prompt], device=target.device)
-            limit = min(most, self.max_model_len - len(prompt))
+            limit = min(max_new_tokens, self.max_model_len - len(prompt))
             begin = time.perf_counter()
             with stock_kernels():
                 output = target.model.generate(

@@ -12,7 +12,7 @@ from moray.decoding.engine.stats import CYCLE_PHASES
 from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request
-from moray.decoding.sampling.accept import Accept, by_rule
+from moray.decoding.sampling.accept import Accept, row_by_row
 from moray.decoding.sampling.stop import StopChecker, StopStrings, longest_answer
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
@@ -96,7 +96,7 @@ class SpeculativeDecoder:
             max_num_batched_tokens=_PREFILL_TOKENS,
             tree=shape,
         )
-        accept_rows = None if accept is None else by_rule(accept)
+        accept_rows = None if accept is None else row_by_row(accept)
         self._engine = Engine(
             target, config, (), drafts=drafts, runner=runner, accept=accept_rows, selector=selector, is_timed=is_timed
         )

@@ -54,7 +54,7 @@ class SamplingParams(Config):
         return self.acceptance_method != "typical"
 
     @model_validator(mode="after")
-    def _check_rule(self) -> "SamplingParams":
+    def _check_acceptance_method(self) -> "SamplingParams":
         if self.acceptance_method == "typical" and self.is_greedy:
             raise ValueError(
                 f"acceptance_method is 'typical' and temperature {self.temperature:g}; typical acceptance needs one of "

@@ -15,7 +15,7 @@ from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.finite import FiniteWatch
 from moray.distill.masks import staircase_probability
 from moray.distill.parallel import Parallel, num_workers, sum_over_workers
-from moray.distill.step import UpdatePlace, num_rounds, run_update
+from moray.distill.step import UpdateContext, num_rounds, run_update
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def train(
 
     for data_shards in updates:
         is_reported = (step + 1) % config.logging_steps == 0 or step + 1 == span.last_step
-        place = UpdatePlace(
+        context = UpdateContext(
             step,
             span.steps_per_epoch,
             span.total_steps,
@@ -98,7 +98,7 @@ def train(
             config.seed,
             is_reported,
         )
-        result = run_update(parallel, data_shards, place)
+        result = run_update(parallel, data_shards, context)
         watch.check()  # checks the update before this one
         step += 1
         watch.follow(step, result, parallel.learning_rate)

@@ -17,7 +17,7 @@ from moray.distill.optim import Optimiser
 from moray.drafters.learner import DraftView, Learner
 
 
-def told_if_not_finite(loss: Tensor, factor: Tensor | float) -> Tensor:
+def nan_unless_finite(loss: Tensor, factor: Tensor | float) -> Tensor:
     """The factor, or NaN for a loss that is not finite. Its gradients may be finite all the same (those of smooth L1
     are); NaN gradients tell every worker."""
     known = factor if isinstance(factor, Tensor) else loss.new_full((), factor)
@@ -102,7 +102,7 @@ class Replicas(Parallel):
             sums = LossSums(*self._model(batch, view, with_figures))
             # DistributedDataParallel averages over workers: undo that.
             factor = factor * num_workers() * (self._scale.value if self._scale else 1.0)
-            (sums.total * told_if_not_finite(sums.total, factor)).backward()
+            (sums.total * nan_unless_finite(sums.total, factor)).backward()
         self._is_finite = self._is_finite & torch.isfinite(sums.total.detach())
         return sums
 

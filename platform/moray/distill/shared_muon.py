@@ -51,9 +51,9 @@ class SharedMuon(torch.optim.Muon):
 def share_out(costs: Sequence[float], num_workers: int) -> list[int]:
     """Assign each cost to a worker so that their loads are about equal: largest first, to the least loaded worker."""
     owners, sums = [0] * len(costs), [0.0] * num_workers
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        owners[place] = sums.index(min(sums))
-        sums[owners[place]] += costs[place]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = sums.index(min(sums))
+        sums[owners[index]] += costs[index]
     return owners
 
 

@@ -73,8 +73,8 @@ class UpdateResult:
 
 
 @dataclass(frozen=True)
-class UpdatePlace:
-    """Which update this is, and everything that its random draws depend on."""
+class UpdateContext:
+    """Number of an update in the run, and what its random draws depend on."""
 
     step: int
     """Updates made before it."""
@@ -88,7 +88,7 @@ class UpdatePlace:
     """Whether to compute values that are only for logs: accuracies, and acceptance unless it is trained."""
 
 
-def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: UpdatePlace) -> UpdateResult:
+def run_update(parallel: Parallel, data_shards: list[DataShardBatch], context: UpdateContext) -> UpdateResult:
     """Process this worker's data shards one after the other, then update the weights.
 
     Every random draw in data shard l comes from a generator seeded with (seed, step, l), whichever worker processes it.
@@ -96,10 +96,10 @@ def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: Upd
     Args:
         parallel: the drafter, and how it is trained.
         data_shards: one batch of each; emptied on the way, so that a data shard's taps are freed after its turn.
-        place: the position in the run.
+        context: which update it is.
     """
     device = next(parallel.drafter.parameters()).device
-    views = [_view(parallel, batch, place) for batch in data_shards]
+    views = [_view(parallel, batch, context) for batch in data_shards]
     counts = [_num_positions(batch, view) for batch, view in zip(data_shards, views, strict=True)]
     positions = sum_over_workers(torch.tensor(float(sum(counts)), device=device))
     factor = 1.0 / positions.clamp(min=1.0)
@@ -107,19 +107,19 @@ def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: Upd
     num_padded = sum(batch.num_padded for batch in data_shards)
     results: list[DataShardResult] = []
     packed = torch.zeros(_NUM_SUMS + 2 * MAX_STEPS_AHEAD, device=device)
-    num_idle = place.num_rounds - len(data_shards) if parallel.has_equal_rounds else 0
+    num_idle = context.num_rounds - len(data_shards) if parallel.has_equal_rounds else 0
     for number, view in enumerate(views):
         batch = data_shards.pop(0)
         whole, seen = batch.whole(device), _move(view, device)
         is_last = number + 1 == len(views)
         for _ in range(num_idle if is_last else 0):  # match the other workers' passes, with weight 0
             parallel.accumulate(whole, seen, 0.0, is_last=False, with_figures=False)
-        sums = parallel.accumulate(whole, seen, factor, is_last, place.is_reported)
+        sums = parallel.accumulate(whole, seen, factor, is_last, context.is_reported)
         packed += _pack(sums)
         results.append(DataShardResult(batch.data_shard, batch.uids, sums.total.detach()))
         del batch, whole  # free memory before the next data shard's taps are decoded
-    norm, may_go_on = parallel.update(place.step, place.steps_per_epoch, place.total_steps)
-    return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on, place.is_reported)
+    norm, may_go_on = parallel.update(context.step, context.steps_per_epoch, context.total_steps)
+    return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on, context.is_reported)
 
 
 def data_shards_of(rank: int, workers: int, num_data_shards: int) -> Sequence[int]:
@@ -132,13 +132,13 @@ def num_rounds(num_data_shards: int) -> int:
     return -(-num_data_shards // num_workers())
 
 
-def _view(parallel: Parallel, batch: DataShardBatch, place: UpdatePlace) -> DraftView:
-    generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.data_shard))
+def _view(parallel: Parallel, batch: DataShardBatch, context: UpdateContext) -> DraftView:
+    generator = torch.Generator().manual_seed(mix_seed(context.seed, context.step, batch.data_shard))
     config = parallel.drafter.config
     view = draw_view(
-        batch.text, config.verified_period, place.staircase_probability, generator, layer_counts=config.layer_counts
+        batch.text, config.verified_period, context.staircase_probability, generator, layer_counts=config.layer_counts
     )
-    return replace(view, progress=(place.step + 1) / place.total_steps)
+    return replace(view, progress=(context.step + 1) / context.total_steps)
 
 
 def _num_positions(batch: DataShardBatch, view: DraftView) -> int:

@@ -18,7 +18,7 @@ from moray.distill.configs import DeepSpeedConfig, LossConfig, TrainConfig
 from moray.distill.losses import LossSums
 from moray.distill.objective import Objective
 from moray.distill.optim import Optimiser
-from moray.distill.parallel import Parallel, num_workers, told_if_not_finite
+from moray.distill.parallel import Parallel, nan_unless_finite, num_workers
 from moray.drafters.learner import DraftView, Learner
 from moray.errors import ConfigError, DataError
 
@@ -74,7 +74,7 @@ class Zero(Parallel):
         self._engine.set_gradient_accumulation_boundary(is_last)
         sums = LossSums(*self._engine(batch, view, with_figures))
         # DeepSpeed also averages over workers: undo that.
-        factor = told_if_not_finite(sums.total, factor * num_workers())
+        factor = nan_unless_finite(sums.total, factor * num_workers())
         self._engine.backward(sums.total * factor, scale_wrt_gas=False)
         return sums
 

@@ -28,25 +28,22 @@ DRAFTER_PREFIX = "drafter."
 """Prefix of a drafter's own weights in an exported model.safetensors."""
 
 
-def save_drafter(
-    folder: Path, drafter: Drafter, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
-) -> None:
+def save_drafter(folder: Path, drafter: Drafter, text_fingerprint: str) -> None:
     """Write a drafter that can decode and be trained further.
 
     Args:
         folder: created if it does not exist.
         drafter: its frozen target parts are not saved.
         text_fingerprint: of the tokenizer and chat template that it was trained with.
-        weights: its state dict, if it was sharded over workers and had to be gathered.
     """
-    save_learner(folder, drafter, text_fingerprint, weights)
+    save_learner(folder, drafter, text_fingerprint)
 
 
 def save_learner(
     folder: Path, learner: Learner, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Like `save_drafter`, for anything that was trained. What is no drafter is described by its configuration and the
-    sizes of its target."""
+    """Write anything that was trained; a learner that is not a drafter is described by its configuration and the sizes
+    of its target. `weights` is its state dict if it was sharded over workers and had to be gathered."""
     folder.mkdir(parents=True, exist_ok=True)
     state = learner.state_dict() if weights is None else weights
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

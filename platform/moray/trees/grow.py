@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moray.trees.growth import Picked, begin, structure_below
+from moray.trees.growth import SelectedTokens, begin, structure_below
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -32,7 +32,7 @@ node descends from, itself included; None if every new node sees all of them (a 
 root.
 """
 
-SelectMany = Callable[[Sequence[int], Float[Tensor, "asked new vocab"], int, int], Picked]
+SelectMany = Callable[[Sequence[int], Float[Tensor, "asked new vocab"], int, int], SelectedTokens]
 """select(asked, logits, depth, k): a `Select` for several sequences, given by number."""
 
 
@@ -47,9 +47,9 @@ def grow_many(
     for depth in range(shape.depth):
         left, logits = step(going, *growth.frontier(), depth)
         if len(left) < len(going):
-            ended = [place for place in range(len(going)) if place not in left]
-            trees |= zip([going[place] for place in ended], growth.only(ended).trees(), strict=True)
-            growth, going = growth.only(left), [going[place] for place in left]
+            ended = [index for index in range(len(going)) if index not in left]
+            trees |= zip([going[index] for index in ended], growth.only(ended).trees(), strict=True)
+            growth, going = growth.only(left), [going[index] for index in left]
         if not going:
             break
         growth.add(select(going, logits, depth, growth.num_children))

@@ -20,7 +20,7 @@ from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableSha
 from moray.trees.tree import Structure, TokenTree, fixed_structure, structure_of
 
 
-class Picked(NamedTuple):
+class SelectedTokens(NamedTuple):
     """Children of expanded nodes, the same number for each node."""
 
     tokens: Int[Tensor, "sequences new children"]
@@ -58,7 +58,7 @@ class Growth(ABC):
         """What to expand next."""
 
     @abstractmethod
-    def add(self, picked: Picked) -> None:
+    def add(self, picked: SelectedTokens) -> None:
         """Grow a level from the picked children of the frontier."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class _FixedGrowth(Growth):
         rows = slice(self._end - last.shape[1], self._end)
         return Frontier(last, None if is_chain else self._structure.ancestors[None, rows, : self._end])
 
-    def add(self, picked: Picked) -> None:
+    def add(self, picked: SelectedTokens) -> None:
         width = self.num_children
         for own, probs in zip(self._probs, picked.draft_probs, strict=True):
             if probs is not None:
@@ -145,7 +145,7 @@ class _SparseGrowth(Growth):
         ancestors = self._plan[depth].ancestors
         return Frontier(expanding, None if ancestors is None else ancestors[None])
 
-    def add(self, picked: Picked) -> None:
+    def add(self, picked: SelectedTokens) -> None:
         level = self._plan[self.num_levels]
         self._levels.append(picked.tokens[:, level.parents, level.ranks])
 
@@ -236,7 +236,7 @@ class _DynamicGrowth(Growth):
     def frontier(self) -> Frontier:
         return Frontier(self._best.tokens, self._best.ancestors if self.num_levels else None)
 
-    def add(self, picked: Picked) -> None:
+    def add(self, picked: SelectedTokens) -> None:
         breadth, above = self._shape.breadth, self._best
         tokens = picked.tokens.flatten(1)
         scores = at_most(above.scores[..., None], picked.log_probs).flatten(1)

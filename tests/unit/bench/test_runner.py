@@ -19,7 +19,7 @@ from moray.config import validate
 from moray.decoding.engine import engine as engine_module
 from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling.accept import Accepted, accept, by_rule
+from moray.decoding.sampling.accept import Accepted, accept, row_by_row
 from moray.errors import ConfigError, LosslessError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -134,7 +134,7 @@ def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):
             return accept(tree, logits, sampler, root_position)
         return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
 
-    monkeypatch.setattr(engine_module, "accept_rows", by_rule(accept_everything))
+    monkeypatch.setattr(engine_module, "accept_rows", row_by_row(accept_everything))
     measurement, config = measure(folder)
     assert report_of(measurement, config)["rows"][0]["lossless"] is False
 
@@ -344,7 +344,7 @@ def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_
             return accept(tree, logits, sampler, root_position)
         return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
 
-    monkeypatch.setattr(engine_module, "accept_rows", by_rule(accept_everything))
+    monkeypatch.setattr(engine_module, "accept_rows", row_by_row(accept_everything))
     for module in (evaluation, decode_benchmark):
         monkeypatch.setattr(module, "load_drafters", lambda _, target, __: {"rehearsed": Rehearsed(target, 0.5)})
     (tmp_path / "drafter.json").touch()

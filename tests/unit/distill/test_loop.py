@@ -16,7 +16,7 @@ from moray.distill.finite import NONFINITE_FILE, FiniteWatch, NonFiniteError, wr
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
-from moray.distill.step import UpdatePlace, run_update
+from moray.distill.step import UpdateContext, run_update
 from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.errors import DataError
 
@@ -168,7 +168,7 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_training_too(tiny, batche
     batch.taps.hidden[-2].fill_(float("inf"))
     replicas = Replicas(drafter, Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE), LossConfig(), TrainConfig())
     watch = FiniteWatch()
-    watch.follow(1, run_update(replicas, [as_data_shard(batch)], UpdatePlace(0, 3, 10, 0.0, 1, 0)), 0.5)
+    watch.follow(1, run_update(replicas, [as_data_shard(batch)], UpdateContext(0, 3, 10, 0.0, 1, 0)), 0.5)
     with pytest.raises(NonFiniteError, match="the loss of data shard 0 is inf"):
         watch.check()
 
@@ -182,7 +182,7 @@ def test_a_gradient_that_is_not_finite_by_itself_names_all_lanes_and_is_written_
     replicas = Replicas(drafter, optimiser, LossConfig(), TrainConfig())
     data_shards = [as_data_shard(batches[data_shard], data_shard) for data_shard in range(3)]
     watch = FiniteWatch()
-    watch.follow(7, run_update(replicas, data_shards, UpdatePlace(6, 3, 10, 0.0, 3, 0)), 0.5)
+    watch.follow(7, run_update(replicas, data_shards, UpdateContext(6, 3, 10, 0.0, 3, 0)), 0.5)
     assert data_shards == [], "taps of data shards that had their turn must not be kept"
     with pytest.raises(NonFiniteError, match="update 7: the gradient is nan though every loss is finite") as caught:
         watch.check()

@@ -15,7 +15,7 @@ from sweep_trials import GRID, LAYERS, RATE, RUNGS, WIDTH, a_grid, finalist, sum
 from moray.errors import DataError
 from moray.provenance import write_json_atomically
 from sweeps.reports.overview import overview, print_overviews
-from sweeps.reports.views import Searched, common_rung, height, read_space, searched, worths
+from sweeps.reports.views import SearchTrials, common_rung, height, read_space, searched, worths
 from sweeps.summarize import COMMAND, main
 from sweeps.tuning.spaces import Range
 
@@ -99,7 +99,7 @@ def test_a_sweep_that_has_just_begun_and_one_without_end(tmp_path):
     assert overview(str(tmp_path))["worths"] == []
 
 
-def marginals(search: Searched, rung: int) -> dict[tuple[str, str], tuple[int, float | None, float | None]]:
+def marginals(search: SearchTrials, rung: int) -> dict[tuple[str, str], tuple[int, float | None, float | None]]:
     return {(one.key, one.value): (one.trials, one.mean, one.best) for one in worths(search, rung)}
 
 

@@ -6,7 +6,7 @@ from one_tree import grow
 from torch import Tensor
 
 from moray.trees.grow import grow_many
-from moray.trees.growth import Picked
+from moray.trees.growth import SelectedTokens
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, SparseShape
 
 VOCABULARY = 11
@@ -54,7 +54,7 @@ def together(scribes: list[Scribe], asked_of: list[list[int]]):
     def select(asked, logits, depth, children):
         picked = [scribes[n].select(own, depth, children) for n, own in zip(asked, logits, strict=True)]
         tokens, scores, probs = zip(*picked, strict=True)
-        return Picked(torch.stack(tokens), torch.stack(scores), probs)
+        return SelectedTokens(torch.stack(tokens), torch.stack(scores), probs)
 
     return step, select
 

@@ -1,1 +1,1 @@
-"""The target over planned chats, written shard by shard."""
+"""Runs the target over planned chats and writes its activations shard by shard."""

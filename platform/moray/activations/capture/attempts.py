@@ -1,7 +1,6 @@
 """Counts attempts per piece of work on disk, so that a piece that keeps killing workers is reported after four of them.
 
-Ray Data replaces an actor that died and hands the same task to the new one, without end and without saying which task
-it was.
+Ray Data replaces an actor that died and gives the same task to the new one, indefinitely and without naming the task.
 """
 
 from collections.abc import Iterator
@@ -11,27 +10,27 @@ from moray.activations.format.store import CacheStore
 from moray.errors import DamagedError, RankError
 
 MAX_ATTEMPTS = 4
-"""Attempts at one piece before it is reported: a machine that is taken away may hit the same piece twice, hardly ever
-four times."""
+"""Attempts at one piece before it is reported: preempted machines may hit the same piece twice, hardly ever four
+times."""
 ATTEMPTS = ".attempts"
-"""End of the names of the files that hold a count; the start of a run removes them."""
+"""Suffix of the files that hold a count; a starting run deletes them."""
 ATTEMPTS_FOLDER = "attempts"
-"""Of a cache's windows that are made anew each time; the counts of its shards lie among the shards."""
+"""Folder for the counts of windows, which are recomputed each time; the counts of shards are in the shards' folder."""
 
 
 class Attempts:
-    """Counts in files beside the work: they must survive the death of the worker."""
+    """Attempt counts, kept in files beside the work because they must survive the worker's death."""
 
     def __init__(self, store: CacheStore, folder: str = "") -> None:
         self._store = store
         self._prefix = f"{folder}/" if folder else ""
 
     def begin(self, name: str) -> bool:
-        """Count one more attempt; False if there were `MAX_ATTEMPTS` already."""
+        """Count one more attempt; return False if there were `MAX_ATTEMPTS` already."""
         file = self._file(name)
         try:
             attempts = int(self._store.read_json(file)["attempts"])
-        except DamagedError:  # there is none, or another run that begins has just removed it
+        except DamagedError:  # no count yet, or another starting run has just deleted it
             attempts = 0
         if attempts >= MAX_ATTEMPTS:
             return False
@@ -39,12 +38,12 @@ class Attempts:
         return True
 
     def end(self, name: str) -> None:
-        """Remove the count of a piece that is done, or that failed with an error of its own."""
+        """Delete the count of a piece that is done or that failed with its own error."""
         self._store.delete(self._file(name))
 
     @contextmanager
     def clearing(self, name: str) -> Iterator[None]:
-        """Remove the count after the block. If a rank was lost it stays, for the replica ends."""
+        """Delete the count after the block, except if a rank was lost, because then the replica ends."""
         try:
             yield
         except RankError:

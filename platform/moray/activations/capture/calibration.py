@@ -1,5 +1,4 @@
-"""The target on a few planned batches, before the first shard: what channels and hidden states are like, and how fast
-it goes."""
+"""Runs the target over a few planned batches before the first shard: measures channels, hidden-state RMS and speed."""
 
 import math
 import time
@@ -20,7 +19,7 @@ _NUM_TIMED = 2
 
 
 def calibration_batches(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """A few of the planned batches, evenly spaced, so that short and long chats of many parts are among them."""
+    """Select a few planned batches, evenly spaced so that they include short and long chats of many parts."""
     batches = [ShardPlan(plan.part, plan.name, [batch]) for plan in shards for batch in plan.batches]
     count = min(NUM_BATCHES, len(batches))
     return [batches[(2 * index + 1) * len(batches) // (2 * count)] for index in range(count)]
@@ -28,12 +27,12 @@ def calibration_batches(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
 
 @dataclass(frozen=True)
 class CalibrationPass:
-    """What a few batches told."""
+    """Measurements from the calibration batches."""
 
     channels: Channels
-    """Of the quantised columns."""
+    """Channels of the quantised columns."""
     tokens_per_second: float
-    """That one target encodes."""
+    """Speed of one target, encoding included."""
     hidden_rms: dict[str, float]
     """Root mean square of the hidden states, by column."""
 
@@ -41,13 +40,13 @@ class CalibrationPass:
 def calibrate(
     target: Target, config: CacheConfig, batches: Sequence[Sequence[np.ndarray]], channels: Channels | None = None
 ) -> CalibrationPass:
-    """Run one target over a few batches.
+    """Measure channels, hidden-state RMS and speed by running one target over a few batches.
 
     Args:
-        target: that will fill the cache.
-        config: what it stores.
+        target: target that will fill the cache.
+        config: what the cache stores.
         batches: token ids of the chats of each batch.
-        channels: those that the cache has already, if any; what is missing is found.
+        channels: channels that the cache already has, if any; missing ones are measured.
 
     Raises:
         DataError: the target produced a value that is not finite.
@@ -59,7 +58,7 @@ def calibrate(
     channels = {name: found[name] if name in found else known[name] for name in quantised}
     encoder = TapEncoder(target, config, channels)
     squares: dict[str, float] = {}
-    for tokens in batches:  # and warm up
+    for tokens in batches:  # also warms up
         for name, value in encoder.encode(tokens)[2].items():
             squares[name] = squares.get(name, 0.0) + value
     total = sum(len(ids) for tokens in batches for ids in tokens)

@@ -1,4 +1,4 @@
-"""From a committed shard to the same with more columns: run the target over its tokens, encode, write, commit."""
+"""Adds columns to committed shards: runs the target over their tokens, encodes, writes and commits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,17 +21,17 @@ _TEXT = ("uid", "num_tokens", "tokens", "response_mask")
 
 
 class ShardExtender:
-    """Adds to shards the columns that they lack; one per actor."""
+    """Adds missing columns to shards; one instance per actor."""
 
     def __init__(self, target: Target, store: CacheStore, config: CacheConfig) -> None:
         """
         Args:
-            target: that made the cache.
+            target: target that made the cache.
             store: the cache.
-            config: with all columns that shards are to have.
+            config: settings with all columns that shards will have.
 
         Raises:
-            DataError: columns are quantised, and their channels are not there.
+            DataError: columns are quantised, and their channels are missing.
         """
         self._target = target
         self._store = store
@@ -42,22 +42,22 @@ class ShardExtender:
         self._attempts = Attempts(store, "shards")
 
     def extend(self, shard: str) -> ShardInfo:
-        """`extend_in_batches`, all of them."""
+        """Add the missing columns to one shard, commit it, and return its new marker."""
         for _ in self.extend_in_batches(shard):
             pass
         return self._store.read_marker(shard)
 
     def extend_in_batches(self, shard: str) -> Iterator[int]:
-        """Write one shard anew, yielding the tokens of each row group once it is written, and commit it after the
-        last; a shard that has all columns is left alone.
+        """Rewrite one shard with its missing columns and commit it; yield the tokens of each row group once written.
 
-        Bounded memory: one row group at a time. What was there keeps its bytes, and its file and marker until the new
-        ones are whole: between these two, a file beside them tells `finish_replaced` how to go on.
+        A shard that has all columns is left unchanged. Memory is bounded by one row group. Old columns keep their
+        bytes, and the old file and marker stay until the new ones are complete; in the moment between file and marker,
+        a pending marker tells `finish_replaced` how to resume.
 
         Raises:
             DataError: the target produced a value that is not finite, its replicas die over this shard, or the shard
                 is damaged.
-            StorageFullError: there was no room for it; the shard is as it was.
+            StorageFullError: the disk is full; the shard is unchanged.
         """
         if not self._attempts.begin(shard):
             raise DataError(
@@ -90,10 +90,10 @@ class ShardExtender:
         self._store.delete(f"shards/{shard}{NEXT}")
 
     def _stored(self, shard: str) -> dict[str, Column]:
-        """Codec and width of the columns that a shard has.
+        """Return codec and width of a shard's columns.
 
         Raises:
-            DataError: they were encoded with other channels than those that the cache has now.
+            DataError: they were encoded with channels other than the cache's current ones.
         """
         with self._store.open_shard(shard) as file:
             described = read_description(file.schema_arrow)
@@ -108,7 +108,7 @@ class ShardExtender:
     def _row_groups(
         self, info: ShardInfo, kept: list[str], new: list[str], squares: dict[str, float]
     ) -> Iterator[pa.Table]:
-        """The shard's row groups with all columns; adds the new ones' sums of mean squares to `squares`."""
+        """Yield the shard's row groups with all columns; add the new ones' sums of mean squares to `squares`."""
         encoder = None
         if new:
             channels = {name: self._channels[name] for name in new if name in self._channels}

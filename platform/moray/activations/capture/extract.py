@@ -1,4 +1,4 @@
-"""From planned chats to a shard of activations: run the target, encode, write, commit."""
+"""Turns planned chats into shards of activations: runs the target, encodes, writes and commits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ from moray.targets.model import Target
 
 
 class TapEncoder:
-    """Runs the target over chats and encodes its taps where the target is: only bytes cross to the host."""
+    """Runs the target over chats and encodes its taps on the target's device: only bytes are copied to the host."""
 
     def __init__(self, target: Target, config: CacheConfig, channels: Channels) -> None:
         self.columns = tap_columns(target.spec, config)
@@ -41,9 +41,9 @@ class TapEncoder:
     def encode(
         self, tokens: Sequence[np.ndarray]
     ) -> tuple[dict[str, UInt8[Tensor, "tokens bytes"]], dict[str, Bool[Tensor, " tokens"]], dict[str, float]]:
-        """Bytes of every column on the host, which tokens are finite in it, and sums of mean squares per hidden column.
+        """Return by column the bytes on the host, which tokens are finite, and (hidden columns) sums of mean squares.
 
-        The host waits for the device once per batch, whatever the number of columns.
+        The host waits for the device once per batch, regardless of the number of columns.
         """
         encoded: dict[str, Tensor] = {}
         is_finite: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ class TapEncoder:
             if name in self.hidden:
                 squares[name] = values.float().square().mean(dim=1)
             encoded[name] = _to_host(chosen.encode(values, self._channels.get(name)))
-        # Copies are done in order: these two come last, and the bytes are there when they are.
+        # Copies complete in order: these two come last, so the bytes have arrived when they have.
         sums = torch.stack([value.sum() for value in squares.values()]).tolist() if squares else []
         finite = dict(zip(is_finite, torch.stack(list(is_finite.values())).cpu(), strict=True))
         return encoded, finite, dict(zip(squares, sums, strict=True))
@@ -62,11 +62,11 @@ class TapEncoder:
     def columns_of(
         self, tokens: Sequence[np.ndarray], uids: list[str]
     ) -> tuple[dict[str, pa.BinaryArray], dict[str, float]]:
-        """The tap columns of chats, one value per chat, and sums of mean squares per hidden column.
+        """Return the tap columns of chats, one value per chat, and the sums of mean squares per hidden column.
 
         Raises:
             DataError: the target produced a value that is not finite.
-            ConfigError: the chats are too many for one value of Arrow's.
+            ConfigError: a column of the chats reaches 2 GiB, the limit of an Arrow binary array.
         """
         lengths = np.array([len(row) for row in tokens], dtype=np.int32)
         self._check_size(int(lengths.sum()))
@@ -88,12 +88,12 @@ class TapEncoder:
 
 
 class ShardWriter:
-    """Writes planned shards; one per actor."""
+    """Writes planned shards; one instance per actor."""
 
     def __init__(self, target: Target, store: CacheStore, config: CacheConfig) -> None:
         """
         Raises:
-            DataError: columns are quantised and their channels have not been found yet (see `find_channels`).
+            DataError: columns are quantised, and their channels have not been measured yet (see `find_channels`).
         """
         self._store = store
         self._config = config
@@ -105,18 +105,17 @@ class ShardWriter:
         self._part: pa.Table | None = None
 
     def write(self, plan: ShardPlan) -> ShardInfo:
-        """`write_in_batches`, all of them."""
+        """Write one shard, commit it, and return its marker."""
         for _ in self.write_in_batches(plan):
             pass
         return self._store.read_marker(plan.name)
 
     def write_in_batches(self, plan: ShardPlan) -> Iterator[int]:
-        """Write one shard in bounded memory; yields the tokens of each batch once it is written, and commits the shard
-        after the last.
+        """Write one shard in bounded memory and commit it; yield the tokens of each batch once written.
 
         Raises:
             DataError: the target produced a value that is not finite, or its replicas die over this shard.
-            StorageFullError: there was no room for it; nothing of it is left.
+            StorageFullError: the disk is full; nothing of the shard is left.
         """
         if not self._attempts.begin(plan.name):
             raise DataError(
@@ -145,7 +144,7 @@ class ShardWriter:
         self._store.commit(info)
 
     def compute(self, plan: ShardPlan, batch: int) -> pa.Table:
-        """One row group of a planned shard, as it would be written.
+        """Compute one row group of a planned shard, as it would be written.
 
         Raises:
             DataError: the target produced a value that is not finite.
@@ -175,7 +174,7 @@ class ShardWriter:
 
 @torch.inference_mode()
 def find_channels(target: Target, config: CacheConfig, batches: Sequence[Sequence[np.ndarray]]) -> Channels:
-    """Offset and scale of the channels of the quantised columns, from the target's taps of some batches.
+    """Measure the channels of the quantised columns from the target's taps on some batches.
 
     Raises:
         DataError: the target produced a value that is not finite.
@@ -193,19 +192,19 @@ def find_channels(target: Target, config: CacheConfig, batches: Sequence[Sequenc
 
 
 def token_arrays(rows: pa.Table) -> list[np.ndarray]:
-    """The token ids of every chat."""
+    """Return the token ids of every chat."""
     return [np.asarray(row, dtype=np.int64) for row in rows.column("tokens").to_numpy()]
 
 
 def _to_host(data: UInt8[Tensor, "tokens bytes"]) -> UInt8[Tensor, "tokens bytes"]:
-    """Start the copy to the host's memory; it is complete when the device is next waited for."""
+    """Start the copy to host memory; it is complete after the next synchronisation with the device."""
     if data.device.type == "cpu":
         return data
     return torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data, non_blocking=True)
 
 
 def _binary(data: UInt8[Tensor, "tokens bytes"], lengths: np.ndarray) -> pa.Array:
-    """One binary value per chat, without a copy."""
+    """Return one binary value per chat, without a copy."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * data.shape[1]
     buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.numpy())]
     return pa.BinaryArray.from_buffers(pa.binary(), len(lengths), buffers)

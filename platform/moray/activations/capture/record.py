@@ -1,4 +1,4 @@
-"""The target over a padded batch, with nothing kept but what is to be cached."""
+"""Runs the target over a padded batch and keeps only the columns to be cached."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,14 +14,14 @@ from moray.targets.model import Target
 
 
 class KVRecorder(KVCache):
-    """Takes the place of the target's cache in one pass over whole chats.
+    """Replaces the target's KV cache in one pass over whole chats.
 
-    It keeps the keys and values of the wanted layers as it gets them, and allocates, zeroes and copies nothing.
+    It keeps the keys and values of the wanted layers as received, without allocating, zeroing or copying memory.
     """
 
     replayed_methods: ClassVar[frozenset[str]] = frozenset()
     gathered_methods: ClassVar[Mapping[str, int]] = {"take": 1}
-    """Both for split targets: see `targets.parallel.caches.Splittable`."""
+    """Both are for split targets: see `targets.parallel.caches.Splittable`."""
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         spec = target.spec
@@ -32,34 +32,34 @@ class KVRecorder(KVCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep one layer's keys and values and give them back."""
+        """Keep one layer's keys and values if they are wanted, and return them unchanged."""
         if layer_idx in self._wanted:
             self._kept[layer_idx] = (key_states, value_states)
         return key_states, value_states
 
     def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch new"]:
-        """The pass sees what it writes."""
+        """Return the positions unchanged: the pass attends to exactly the keys that it has just written."""
         return positions
 
     def take(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [batch, kv_heads, seq, head_dim] each, which are then forgotten."""
+        """Return and drop the keys and values of one layer, [batch, kv_heads, seq, head_dim] each."""
         return self._kept.pop(layer)
 
 
 def record_taps(
     target: Target, config: CacheConfig, tokens: Sequence[np.ndarray]
 ) -> Iterator[tuple[str, Float[Tensor, "tokens width"]]]:
-    """Run the target over chats; yield every tap column of their tokens, padding dropped, chats one after the other.
+    """Run the target over chats; yield every tap column of their tokens, with chats concatenated and no padding.
 
-    One column at a time, so that a caller that encodes each at once never holds all of them. Padding follows the
-    tokens, where the causal mask hides it: attention needs no other mask and takes its fastest kernel, except in layers
-    whose sliding window is shorter than the chats.
+    Columns are yielded one at a time, so that a caller that encodes each immediately never holds all of them. Padding
+    follows the tokens, where the causal mask hides it: attention needs no other mask and uses its fastest kernel,
+    except in layers whose sliding window is shorter than the chats.
     """
     rows, width = len(tokens), max(len(ids) for ids in tokens)
     padded = np.zeros((rows, width), dtype=np.int64)
     for row, ids in enumerate(tokens):
         padded[row, : len(ids)] = ids
-    # The host finds the tokens' places: a boolean index would wait for the device, once per column.
+    # Compute the tokens' indices on the host: a boolean index would wait for the device once per column.
     row_index, column_index = (
         torch.from_numpy(index).to(target.device)
         for index in np.nonzero(np.arange(width) < np.array([len(ids) for ids in tokens])[:, None])

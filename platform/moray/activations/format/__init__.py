@@ -1,1 +1,1 @@
-"""What an activation cache is on disk: its schema, codecs, files and manifest."""
+"""Implements the on-disk format of an activation cache: schema, codecs, files and manifest."""

@@ -1,8 +1,8 @@
-"""Offset and scale of every channel of the columns that are quantised.
+"""Measures and stores the offset and scale of every channel of the quantised columns.
 
-Found once per cache, by the target on a few planned batches, and stored beside the shards: every process that writes
-or reads the cache uses the same ones, and so does a job that goes on after a kill. Both are float32, so what was
-written is what is read.
+They are measured once per cache, by running the target on a few planned batches, and stored beside the shards: every
+process that writes or reads the cache uses the same ones, including a job that resumes after a kill. Both are float32,
+so they are read exactly as they were written.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from moray.errors import DataError
 
 CHANNELS_FILE = "channels.parquet"
 _MIN_SCALE = 1e-2
+_RESTORE = "restore the file that was written with this cache, or remove the cache and cache again"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ColumnChannels:
     scale: Float[Tensor, " width"]
 
     def to(self, device: torch.device | str) -> "ColumnChannels":
-        """The same on another device."""
+        """Return the same channels on another device."""
         return ColumnChannels(self.offset.to(device), self.scale.to(device))
 
 
@@ -40,12 +41,12 @@ Channels = Mapping[str, ColumnChannels]
 
 
 def quantised_columns(columns: Mapping[str, Column]) -> list[str]:
-    """The columns that need channels."""
+    """Return the columns that need channels."""
     return [name for name, column in columns.items() if column.codec in QUANTISED]
 
 
 class ChannelStatistics:
-    """Mean and deviation of the channels of one column, over any number of batches; float64."""
+    """Mean and standard deviation of one column's channels, over any number of batches; float64."""
 
     def __init__(self) -> None:
         self._width: int | None = None
@@ -55,13 +56,13 @@ class ChannelStatistics:
         self._shift: Tensor | None = None
 
     def add(self, values: Float[Tensor, "tokens width"]) -> None:
-        """Count one batch in, but for tokens whose values are all 0: they skip this layer of a sparse target."""
+        """Add one batch, except tokens whose values are all 0: they skip this layer of a sparse target."""
         self._width = values.shape[1]
         values = values[values.any(dim=1)].double()
         if not values.shape[0]:
             return
         if self._shift is None or self._sum is None or self._squares is None:
-            # Deviations from a rough mean: squares of channels far from zero would drown what they differ by.
+            # Sum deviations from a rough mean: squares of channels far from zero would swamp their variance.
             self._shift = values.mean(dim=0)
             self._sum = torch.zeros_like(self._shift)
             self._squares = torch.zeros_like(self._shift)
@@ -71,10 +72,11 @@ class ChannelStatistics:
         self._squares += values.square().sum(dim=0)
 
     def channels(self) -> ColumnChannels:
-        """Mean and standard deviation, on the CPU.
+        """Return the means as offsets and the standard deviations as scales, on the CPU.
 
-        A channel that hardly moved gets a hundredth of the mean deviation: if it moves later, it must not take the
-        whole range of its token. If every token skips the layer, the offsets are 0 and the scales 1.
+        The scale of a channel is at least a hundredth of the mean deviation: a nearly constant channel that varies
+        later must not take the whole range of its token. If every token skips the layer, the offsets are 0 and the
+        scales 1.
         """
         assert self._width is not None, "add a batch first"
         if self._shift is None:
@@ -90,7 +92,7 @@ class ChannelStatistics:
 
 
 def write_channels(store: CacheStore, channels: Channels) -> None:
-    """Keep the channels beside the shards: one row per column, lists of float32."""
+    """Store the channels beside the shards: one row per column, with lists of float32."""
     columns = {
         "column": pa.array(list(channels), pa.string()),
         "offset": _lists(column.offset for column in channels.values()),
@@ -100,7 +102,7 @@ def write_channels(store: CacheStore, channels: Channels) -> None:
 
 
 def read_channels(store: CacheStore, columns: Mapping[str, Column]) -> Channels:
-    """The channels of a cache; none if no column is quantised.
+    """Read the channels of a cache; empty if no column is quantised.
 
     Raises:
         DataError: the file is missing or damaged, or lacks a column.
@@ -118,7 +120,7 @@ def read_channels(store: CacheStore, columns: Mapping[str, Column]) -> Channels:
     found = {}
     for name in needed:
         if name not in rows:
-            raise DataError(f"'{store.uri}/{CHANNELS_FILE}' has no column '{name}': put back the cache's own")
+            raise DataError(f"'{store.uri}/{CHANNELS_FILE}' has no column '{name}': {_RESTORE}")
         offset, scale = (
             torch.from_numpy(np.array(table.column(kind)[rows[name]].values.to_numpy(), dtype=np.float32))
             for kind in ("offset", "scale")
@@ -126,14 +128,14 @@ def read_channels(store: CacheStore, columns: Mapping[str, Column]) -> Channels:
         if not offset.shape == scale.shape == (columns[name].width,):
             raise DataError(
                 f"'{store.uri}/{CHANNELS_FILE}' has {len(offset)} channels for column '{name}', which has "
-                f"{columns[name].width}: put back the cache's own"
+                f"{columns[name].width}: {_RESTORE}"
             )
         found[name] = ColumnChannels(offset, scale)
     return found
 
 
 def read_known_channels(store: CacheStore) -> Channels:
-    """All channels that a cache has, of columns that are not stored (yet) as well; none if it has no such file."""
+    """Read all channels of a cache, including those of columns not (yet) stored; empty if it has no such file."""
     if not store.exists(CHANNELS_FILE):
         return {}
     widths = {row["column"]: len(row["offset"]) for row in store.read_table(CHANNELS_FILE).to_pylist()}
@@ -141,7 +143,7 @@ def read_known_channels(store: CacheStore) -> Channels:
 
 
 def channels_fingerprint(channels: Channels) -> str | None:
-    """Hash of all offsets and scales; None if there are none. Shards carry it in their schema."""
+    """Return a hash of all offsets and scales; None if there are none. Shards record it in their schema."""
     if not channels:
         return None
     digest = hashlib.sha256()

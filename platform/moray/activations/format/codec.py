@@ -1,8 +1,8 @@
-"""Element types of cached activations: tensors to bytes and back, on whatever device they are.
+"""Encodes activations as bytes and decodes them, on the device of the tensors.
 
-Arrow has neither bfloat16 nor anything smaller, so values are stored as raw little-endian bytes and the codec is
-named in the schema. A codec spends the same number of bytes on every token, which is all that the store needs to
-know. `moray.activations.format.schema` draws the bytes.
+Arrow has no bfloat16, fp8 or 4-bit type, so values are stored as raw little-endian bytes and the schema names the
+codec. A codec uses the same number of bytes for every token, which is all that the store needs to know.
+`moray.activations.format.schema` shows the byte layout.
 """
 
 import sys
@@ -19,27 +19,27 @@ from moray.errors import DataError
 assert sys.byteorder == "little", "cached activations are little-endian"
 
 _TINY = torch.finfo(torch.float32).tiny
-_LARGEST = torch.finfo(torch.float32).max / 2  # leaves a product of elements and scales room to round
+_LARGEST = torch.finfo(torch.float32).max / 2  # leaves headroom for rounding in element * scale
 
 
 @dataclass(frozen=True)
 class RawCodec:
-    """A floating-point type stored as it is; channels change nothing."""
+    """Stores a floating-point type as it is, and ignores channels."""
 
     dtype: torch.dtype
 
     def bytes_per_token(self, width: int) -> int:
-        """Bytes that one token's `width` values take."""
+        """Return the bytes of one token with `width` values."""
         return width * self.dtype.itemsize
 
     def encode(
         self, values: Float[Tensor, "tokens width"], channels: ColumnChannels | None = None
     ) -> UInt8[Tensor, "tokens bytes"]:
-        """Values to bytes, on the device they are on. No codec notices what is not finite."""
+        """Encode values as bytes on their device. No codec checks for non-finite values."""
         return values.to(self.dtype).contiguous().view(torch.uint8)
 
     def can_hold(self, values: Float[Tensor, "tokens width"]) -> Bool[Tensor, " tokens"]:
-        """Tokens whose values are finite, and still are once stored."""
+        """Return which tokens have finite values that stay finite in the stored type."""
         return torch.isfinite(values.to(self.dtype)).all(dim=1)
 
     def decode(
@@ -49,42 +49,42 @@ class RawCodec:
         channels: ColumnChannels | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Float[Tensor, "tokens width"]:
-        """Bytes to values of the stored type, on the device they are on; no copy if they lie side by side."""
+        """Decode bytes to values of the stored type on their device, without a copy if they are contiguous."""
         return data.contiguous().view(-1).view(self.dtype).view(-1, width)
 
 
 @dataclass(frozen=True)
 class QuantisedCodec:
-    """A few bits an element, with one scale per token.
+    """Stores 4 or 8 bits per element, with one scale per token.
 
-    Values are centred and scaled by channel first, for keys have channels that are always large (KIVI, section 3);
-    then the largest of a token becomes the largest element. In units of its channel's scale, an integer is wrong by
-    half a step at most, that is the token's largest value / (2 * `most`), and an fp8 value by 1/16 of itself at most,
-    or half of fp8's smallest number near zero. Beyond 1.7e38 such units values are cut.
+    Values are first centred and scaled by channel, because keys have channels that are always large (KIVI, section 3);
+    then the largest value of a token is mapped to the largest element. In units of the channel's scale, the error of an
+    integer is at most half a step (the token's largest value / (2 * `largest`)); the error of an fp8 value is at most
+    1/16 of the value or, near zero, half of fp8's smallest number. Values beyond 1.7e38 such units are clipped.
 
-    A token whose values are all 0 has the scale 0 and comes back as it was, whatever the channels: that is what a token
-    which skips a layer of a sparse target leaves there.
+    A token whose values are all 0 gets the scale 0 and decodes to exactly 0 with any channels: a token that skips
+    a layer of a sparse target has such values there.
     """
 
     name: str
-    most: int
-    """The largest element."""
+    largest: int
+    """Value of the largest element."""
 
     def bytes_per_token(self, width: int) -> int:
-        """Bytes that one token's `width` values take, its scale included."""
+        """Return the bytes of one token with `width` values, its scale included."""
         return codec_bytes(self.name, width)
 
     def encode(
         self, values: Float[Tensor, "tokens width"], channels: ColumnChannels | None = None
     ) -> UInt8[Tensor, "tokens bytes"]:
-        """Values to a scale and elements per token."""
+        """Encode the values of each token as a scale and elements."""
         centred = values.float()
         is_skipped = ~values.any(dim=1, keepdim=True)
         if channels is not None:
             centred = ((centred - channels.offset) / channels.scale).clamp_(-_LARGEST, _LARGEST)
-        # A scale that is a normal number even for zeros and subnormal values, so that nothing is divided by zero.
-        scale = (centred.abs().amax(dim=1, keepdim=True) / self.most).clamp_(min=_TINY)
-        elements = (centred / scale).clamp_(-self.most, self.most).masked_fill_(is_skipped, 0.0)
+        # Keep the scale a normal number, even for zeros and subnormal values, to avoid a division by zero.
+        scale = (centred.abs().amax(dim=1, keepdim=True) / self.largest).clamp_(min=_TINY)
+        elements = (centred / scale).clamp_(-self.largest, self.largest).masked_fill_(is_skipped, 0.0)
         return torch.cat([scale.masked_fill(is_skipped, 0.0).view(torch.uint8), self._pack(elements)], dim=1)
 
     def decode(
@@ -94,7 +94,7 @@ class QuantisedCodec:
         channels: ColumnChannels | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Float[Tensor, "tokens width"]:
-        """A scale and elements per token to values of that type."""
+        """Decode the scale and elements of each token to values of type `dtype`."""
         scale = data[:, :SCALE_BYTES].contiguous().view(torch.float32)
         values = self._unpack(data[:, SCALE_BYTES:], width).mul_(scale)
         if channels is not None:
@@ -102,7 +102,7 @@ class QuantisedCodec:
         return values.to(dtype)
 
     def can_hold(self, values: Float[Tensor, "tokens width"]) -> Bool[Tensor, " tokens"]:
-        """Tokens whose values are finite."""
+        """Return which tokens have only finite values."""
         return torch.isfinite(values).all(dim=1)
 
     def _pack(self, elements: Float[Tensor, "tokens width"]) -> UInt8[Tensor, "tokens bytes"]:
@@ -136,10 +136,10 @@ _CODECS: dict[str, Codec] = {
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name.
+    """Return the codec of that name.
 
     Raises:
-        DataError: a cache names a codec that this version does not have.
+        DataError: this version has no codec of that name.
     """
     if name not in _CODECS:
         raise DataError(f"codec '{name}' is not known here; known are {', '.join(_CODECS)}: update moray")

@@ -1,4 +1,4 @@
-"""From stored bytes back to values, on the device that needs them."""
+"""Decodes stored bytes to values on the device that needs them."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,8 @@ from moray.activations.format.store import CacheStore
 class TapDecoder:
     """Decodes the tap columns of one cache.
 
-    What is stored travels to the device, and is decoded there: a half or a quarter of the bytes.
+    The encoded bytes are copied to the device and decoded there, which transfers half (8-bit codecs) or a quarter
+    (int4) of the bytes.
     """
 
     def __init__(
@@ -30,10 +31,11 @@ class TapDecoder:
     ) -> None:
         """
         Args:
-            columns: codec and width by tap column, as the manifest has them.
-            device: where the values are wanted.
-            channels: of the quantised columns; without them these decode to deviations in units of each channel.
-            dtype: what quantised columns decode to; others keep the type they are stored in.
+            columns: codec and width by tap column, as in the manifest.
+            device: device of the decoded values.
+            channels: channels of the quantised columns; without them, these decode to deviations in units of each
+                channel's scale.
+            dtype: type of decoded quantised columns; others keep the type they are stored in.
         """
         self.columns = columns
         self.device = torch.device(device)
@@ -48,15 +50,15 @@ class TapDecoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> "TapDecoder":
-        """The decoder of a complete cache.
+        """Open the decoder of a complete cache.
 
         Raises:
-            DataError: columns are quantised, and the file that says how is missing or damaged.
+            DataError: columns are quantised, and channels.parquet is missing or damaged.
         """
         return cls(manifest.columns, device, read_channels(store, manifest.columns), dtype)
 
     def decode(self, table: pa.Table, name: str) -> Float[Tensor, "tokens width"]:
-        """The values of one column, chats one after the other."""
+        """Decode the values of one column, with its chats concatenated."""
         column = self.columns[name]
         chosen = codec(column.codec)
         data = torch.from_numpy(np.concatenate([_bytes_of(chunk) for chunk in table.column(name).chunks]))
@@ -65,6 +67,6 @@ class TapDecoder:
 
 
 def _bytes_of(array: pa.BinaryArray) -> np.ndarray:
-    """The values' bytes of a binary array as one uint8 array, without a copy."""
+    """Return the bytes of a binary array's values as one uint8 array, without a copy."""
     offsets = np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array) + 1]
     return np.frombuffer(array.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]

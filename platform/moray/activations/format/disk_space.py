@@ -1,4 +1,4 @@
-"""Room on the file system that a cache lies on: how much there is, and what it looks like when there is none."""
+"""Measures the free space of a cache's file system and recognises the errors of a full one."""
 
 import errno
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from moray.errors import StorageFullError
 
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-# Object stores, and file systems behind them, say it in words alone.
+# Object stores, and file systems on top of them, report it only in words.
 _WORDS = re.compile(
     r"no space left|disk quota exceeded|storage ?full|insufficient ?storage|quota ?exceeded|"
     r"not enough (free )?(disk )?space|errno 28\b|errno 122\b",
@@ -22,32 +22,33 @@ _MAX_RESERVED = 1 << 30
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """What may still be written."""
+    """Space that a cache may still use."""
 
     free: int | None
-    """Free bytes of the file system; None where that is not known, as in object stores."""
+    """Free bytes of the file system; None if unknown, as for object stores."""
     reserve: int = 0
-    """Bytes of it to leave to others."""
+    """Bytes of the free space to leave to others."""
     max_bytes: int | None = None
-    """Most bytes that the cache may take in all."""
+    """Maximum total bytes of the cache; None for no limit."""
     written: int = 0
-    """Bytes of it that are there already."""
+    """Bytes of the cache already written."""
 
     @property
     def left(self) -> int | None:
-        """Bytes that may still be written; None for no known limit."""
+        """Bytes that may still be written; None if no limit is known."""
         limits = [] if self.free is None else [self.free - self.reserve]
         if self.max_bytes is not None:
             limits.append(self.max_bytes - self.written)
         return max(0, min(limits)) if limits else None
 
     def fits(self, total: int) -> bool:
-        """Whether a cache of `total` bytes fits, counting what is there already."""
+        """Return whether a cache of `total` bytes fits, the bytes already written included."""
         return self.left is None or total - self.written <= self.left
 
 
 def free_bytes(folder: Path) -> tuple[int, int]:
-    """Free bytes of the file system a folder is on, or will be, and those to leave: 2 % of its size, 1 GiB at most."""
+    """Return the free bytes of the file system that holds a folder, which need not exist, and the bytes to leave free:
+    2 % of its size, at most 1 GiB."""
     while not folder.exists():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -55,8 +56,8 @@ def free_bytes(folder: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def told_if_full(path: str) -> Iterator[None]:
-    """Raise `StorageFullError` for whatever a file system raises when it is full or a quota is used up."""
+def storage_full_errors(path: str) -> Iterator[None]:
+    """Convert any error of a full file system or an exhausted quota to `StorageFullError`."""
     try:
         yield
     except OSError as error:
@@ -66,12 +67,12 @@ def told_if_full(path: str) -> Iterator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error means that there is no room."""
+    """Return whether an error means that the file system is full or a quota is exhausted."""
     return error.errno in _ERRNOS or bool(_WORDS.search(str(error)))
 
 
 def size_text(num_bytes: int | float) -> str:
-    """Bytes as people read them: 1.5 GiB."""
+    """Format a number of bytes for people, such as 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} {unit}" if unit == "bytes" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"

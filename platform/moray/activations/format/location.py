@@ -1,4 +1,4 @@
-"""Where a cache lies: paths as URIs, and no URI with a secret in it."""
+"""Converts cache paths to URIs, and refuses URIs that contain credentials."""
 
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -9,10 +9,10 @@ _SECRETS = ("access_key", "secret_key", "session_token", "sas_token", "client_se
 
 
 def refuse_secrets(uri: str) -> None:
-    """Refuse a URI that holds credentials: it would be written into run.yaml, logs and messages.
+    """Refuse a URI that contains credentials: they would be written into run.yaml, logs and messages.
 
     Raises:
-        ConfigError: it does; the message does not repeat them.
+        ConfigError: the URI contains credentials; the message does not repeat them.
     """
     if "://" not in uri:
         return
@@ -27,5 +27,5 @@ def refuse_secrets(uri: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """A local path as a URI."""
+    """Return a local path as a URI."""
     return Path(path).absolute().as_uri()

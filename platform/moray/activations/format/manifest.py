@@ -1,4 +1,4 @@
-"""The manifest of a complete cache: what a reader needs to know before it opens a shard."""
+"""Writes and reads the manifest of a complete cache, which a reader needs before it opens a shard."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ LAYOUT_FILE = "layout.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete cache: its plan (fingerprints, columns), shards and statistics."""
+    """Plan (fingerprints, columns), shards and statistics of a complete cache."""
 
     plan: PlanRecord
     shards: dict[str, ShardInfo]
     hidden_rms: dict[int, float]
     """Root mean square of the hidden states, by depth."""
     chats: dict[str, int]
-    """Chats kept, dropped and bad."""
+    """Numbers of chats kept, dropped and bad."""
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -36,20 +36,20 @@ class Manifest:
 
     @property
     def lengths(self) -> dict[str, list[list[int]]]:
-        """Chat lengths by shard and row group: what epochs are planned from."""
+        """Chat lengths by shard and row group, from which epochs are planned."""
         return {name: shard.row_groups for name, shard in self.shards.items()}
 
 
 def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
-    """Close a cache whose shards are all committed.
+    """Write manifest.json for a cache whose shards are all committed.
 
     Args:
         store: the cache.
-        counts: chats read, dropped and bad, as reported by the tokenising stage.
+        counts: chats kept, dropped and bad, as reported by the tokenising stage.
     """
     plan, shards = store.read_record("plan.json", PlanRecord), scan(store).counting
     tokens = sum(shard.tokens for shard in shards.values())
-    # Not those of columns that are being added: not all shards have them.
+    # Skip columns that are being added: not all shards have them.
     names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan.columns}
     rms = {
         name: math.sqrt(sum(s.hidden_square_sums[name] for s in shards.values()) / max(1, tokens))
@@ -78,13 +78,13 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
 def write_layout(
     store: CacheStore, row_groups: dict[str, list[list[int]]], hidden_rms: dict[str, float], counts: dict[str, int]
 ) -> None:
-    """Note how a cache is laid out whose shards need not be there: targets make what is read while a drafter trains.
+    """Write layout.json for a cache whose shards are computed during training.
 
     Args:
-        store: the cache, tokenised; its run.yaml says whose it is.
-        row_groups: lengths of the chats by planned shard and row group.
-        hidden_rms: by hidden column, of a sample.
-        counts: chats read, dropped and bad.
+        store: the tokenised cache; its run.yaml says which run made it.
+        row_groups: chat lengths by planned shard and row group.
+        hidden_rms: RMS by hidden column, measured on a sample.
+        counts: chats kept, dropped and bad.
     """
     shards = [{"name": name, "row_groups": groups} for name, groups in row_groups.items()]
     plan = store.read_record("plan.json", PlanRecord)
@@ -93,10 +93,10 @@ def write_layout(
 
 
 def read_layout(store: CacheStore) -> Manifest:
-    """The layout of a cache that is made while a drafter trains; its shards have neither size nor hash.
+    """Read the layout of a cache whose shards are computed during training; they have neither size nor hash.
 
     Raises:
-        DamagedError: it is missing or damaged.
+        DamagedError: layout.json is missing or damaged.
     """
     values = store.read_json(LAYOUT_FILE)
     try:
@@ -109,17 +109,17 @@ def read_layout(store: CacheStore) -> Manifest:
 
 
 def _planned_shard(name: str, row_groups: list[list[int]]) -> ShardInfo:
-    """A shard of which only the chats' lengths are known."""
+    """Describe a shard of which only the chat lengths are known."""
     rows, tokens = sum(map(len, row_groups)), sum(map(sum, row_groups))
     return ShardInfo(name, rows, tokens, bytes=0, sha256="", row_groups=row_groups, hidden_square_sums={})
 
 
 def read_manifest(store: CacheStore) -> Manifest:
-    """Open a complete cache.
+    """Read the manifest of a complete cache.
 
     Raises:
-        DataError: there is none, it is not complete, or it was written by a newer version.
-        DamagedError: it was cut short or changed.
+        DataError: there is no cache, it is not complete, or this version does not read its format.
+        DamagedError: the manifest was truncated or altered.
     """
     if not store.exists("manifest.json"):
         state = "unfinished" if store.exists("plan.json") else "not there"
@@ -142,5 +142,5 @@ def read_manifest(store: CacheStore) -> Manifest:
 
 
 def _by_depth(hidden_rms: dict[str, float]) -> dict[int, float]:
-    """From columns, such as hidden.-2, to depths."""
+    """Convert column names, such as hidden.-2, to depths."""
     return {int(name.split(".", 1)[1]): value for name, value in hidden_rms.items()}

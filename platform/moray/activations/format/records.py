@@ -1,9 +1,9 @@
-"""What a cache's JSON files say, with types: its plan, and what is noted of each tokenised part.
+"""Defines typed records of a cache's JSON files: its plan, and the summary of each tokenised part.
 
-Files outlive the code that wrote them. A record keeps what it was read with: a key that a file lacks stays unset and is
-left out when the record is written again, and an unknown key of the record itself is carried along (one inside of
-`target`, `chats` or `cache` is refused). So `values` of what was read are the values that were there, and plans are
-compared by them (`CacheStore.begin_or_resume`).
+Files outlive the code that wrote them, so a record preserves what was read: a key that the file lacks stays unset and
+is left out when the record is written again, and an unknown key of the record itself is kept (one inside `target`,
+`chats` or `cache` is refused). The `values` of a record are therefore those of its file, and plans are compared by them
+(`CacheStore.begin_or_resume`).
 """
 
 import json
@@ -20,7 +20,7 @@ AnyRecord = TypeVar("AnyRecord", bound="Record")
 
 
 class Record(BaseModel):
-    """What one JSON file of a cache says."""
+    """Contents of one JSON file of a cache."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
@@ -29,10 +29,10 @@ class Record(BaseModel):
         """Read a record from plain values.
 
         Raises:
-            ValueError: a value is missing or of another type; names the first one on one line.
+            ValueError: a value is missing or has the wrong type; names the first one, on one line.
         """
         try:
-            # As JSON, where a list may become a tuple: in Python's own values, strict validation refuses that.
+            # Validate as JSON, where a list may become a tuple: strict validation of Python values refuses that.
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -40,48 +40,48 @@ class Record(BaseModel):
 
     @property
     def values(self) -> dict[str, JsonValue]:
-        """The plain values that are written: those that were given, and no defaults."""
+        """Plain values to write: those that were given, without defaults."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 class PlanRecord(Record):
-    """plan.json, and the plan in manifest.json and layout.json: all that decides the contents of a cache."""
+    """plan.json, and the plan in manifest.json and layout.json: everything that determines a cache's contents."""
 
     format: int
     target: TargetSpec
     dtype: str | None = None
-    """Number format in which the target ran; None in the first plans, which did not say."""
+    """Number format in which the target ran; None in early plans, which did not record it."""
     text_fingerprint: str
-    """Of the tokenizer and the chat template."""
+    """Fingerprint of the tokenizer and the chat template."""
     content_rule: int | None = None
-    """Version of the rule for special tokens in the text of chats; None where the plan is older than the rule."""
+    """Version of the rule for special tokens in the text of chats; None if the plan is older than the rule."""
     chats: ChatsConfig
     files: dict[str, int]
-    """Bytes of every file of chats, by its label."""
+    """Bytes of every chat file, by its label."""
     cache: CacheConfig
     columns: dict[str, Column]
-    """The tap columns, in the order in which they are stored."""
+    """Tap columns, in storage order."""
     shard_token_bytes: int | None = None
-    """Bytes of a token with which the shards were cut, where columns have been added since; see the function."""
+    """Bytes per token by which the shards were cut, if columns were added since; see the function of this name."""
 
 
 class PartSummary(Record):
-    """tokens/part-NNNNN.json: one tokenised part, and what became of its rows."""
+    """tokens/part-NNNNN.json: summary of one tokenised part."""
 
     name: str
     bytes: int
-    """Of the part's Parquet file."""
+    """Size of the part's Parquet file."""
     sha256: str
     chats: int
     dropped: int
     """Chats without an assistant turn."""
     bad: int
     bad_rows: list[str]
-    """The first of the bad rows, and what is wrong with each."""
+    """First bad rows, each with its error."""
     lengths: list[int]
     """Tokens of each chat."""
 
 
 def shard_token_bytes(plan: PlanRecord) -> int:
-    """Bytes of a token with which the shards of a plan were cut: those of the columns that it began with."""
+    """Return the bytes per token by which a plan's shards were cut: those of its original columns."""
     return plan.shard_token_bytes or bytes_per_token(plan.columns)

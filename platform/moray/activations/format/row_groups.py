@@ -1,4 +1,4 @@
-"""Shards row group by row group: written, and read with each checked against the shard's marker."""
+"""Writes shards row group by row group, and reads them with each row group checked against the shard's marker."""
 
 import json
 from collections.abc import Iterator
@@ -14,29 +14,30 @@ from moray.errors import DamagedError
 
 
 def shard_writer(sink: AtomicFile, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
-    """What writes the row groups of a shard; a block that it is opened in ends the file.
+    """Return a writer for the row groups of a shard; as a context manager, it completes the file at the end.
 
     Args:
         sink: the shard's file.
-        schema: of the shard (see `shard_schema`).
+        schema: the shard's schema (see `shard_schema`).
         compression: as in `CacheConfig`.
     """
-    codec: Any = compression  # pyarrow's own types name a few codecs
+    codec: Any = compression  # pyarrow's type stubs list only a few codecs
     return pq.ParquetWriter(sink, schema, compression=codec, use_dictionary=False, write_page_checksum=True)
 
 
 def checked_row_groups(store: CacheStore, info: ShardInfo, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """A shard's row groups, one in memory at a time.
+    """Yield a shard's row groups, one in memory at a time.
 
-    A generator, so that what fails while writing is not taken for damage of what is read.
+    A generator, so that an error in the caller, such as a failed write, is not reported as damage to this shard.
 
     Args:
         store: the cache.
         info: the shard's marker.
-        columns: to read; None for all.
+        columns: columns to read; None for all.
 
     Raises:
-        DamagedError: the shard cannot be read, or does not hold what its marker says.
+        DataError: the shard cannot be read.
+        DamagedError: the shard does not hold what its marker says.
     """
     with store.open_shard(info.name) as file:
         if file.metadata.num_row_groups != len(info.row_groups):
@@ -49,7 +50,7 @@ def checked_row_groups(store: CacheStore, info: ShardInfo, columns: list[str] | 
 
 
 def damaged(store: CacheStore, name: str, reason: str) -> DamagedError:
-    """A shard that is not what it should be, and how to have it made again."""
+    """Return an error that says what is wrong with a shard and how to have it rewritten."""
     return DamagedError(
         f"shard '{store.uri}/shards/{name}.parquet' is damaged: {reason}; run "
         f"python -m pipelines.cache_activations verify {json.dumps(store.uri)} verify.repair=true"

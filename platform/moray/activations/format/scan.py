@@ -1,7 +1,7 @@
-"""What of a cache counts: which shards are whole, by markers and one listing, without opening any.
+"""Finds the complete shards of a cache by comparing each marker with the file's size. Opens no shard.
 
-A planned shard may lie in two places for a while, since compaction removes the old shards last: the larger one
-counts then, so that at every instant each chat is in exactly one shard that counts.
+A planned shard can temporarily exist twice, because compaction deletes the old shards last. Only the larger one then
+counts, so that at any time each chat is in exactly one shard that counts.
 """
 
 from collections.abc import Iterable
@@ -16,29 +16,29 @@ from moray.errors import DamagedError
 
 @dataclass(frozen=True)
 class CacheScan:
-    """The shards of a cache by name."""
+    """Shards of a cache, by name."""
 
     counting: dict[str, ShardInfo]
     superseded: dict[str, ShardInfo]
-    """Whole, but a compacted shard holds their chats."""
+    """Complete shards whose chats are also in a compacted shard."""
     damaged: dict[str, str]
-    """What is wrong with a shard that has a marker."""
+    """Reason for each damaged shard that has a marker, by name."""
 
     @property
     def planned(self) -> frozenset[str]:
-        """Planned shards whose chats are there."""
+        """Names of the planned shards whose chats are stored."""
         return frozenset(name for info in self.counting.values() for name in info.planned)
 
 
 def scan(store: CacheStore) -> CacheScan:
-    """Compare every marker with the shard's size: one listing, and markers read many at a time."""
+    """Compare every marker with its shard's size, using one listing and reading markers in parallel."""
     sizes = store.sizes("shards")
     names = sorted(name[:-5] for name in sizes if name.endswith(".json"))
 
     def look(name: str) -> ShardInfo | str:
         try:
             info = store.read_marker(name)
-        except DamagedError:  # that the store does not answer is no damage
+        except DamagedError:  # an unreachable store is not damage
             return "its marker is damaged"
         size = sizes.get(f"{name}.parquet")
         if size is None:
@@ -66,7 +66,7 @@ def _counting(shards: Iterable[ShardInfo]) -> dict[str, ShardInfo]:
 
 
 def remove_damaged(store: CacheStore, found: CacheScan) -> None:
-    """Un-commit what is damaged, saying what and why; the caching command then redoes that alone."""
+    """Uncommit damaged shards and print why; the caching command then rewrites only these."""
     for name, reason in found.damaged.items():
         print(f"shard 'shards/{name}.parquet' is damaged: {reason}; it will be made again")
         store.uncommit(name)
@@ -74,23 +74,25 @@ def remove_damaged(store: CacheStore, found: CacheScan) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """The tokenised parts of a cache by name."""
+    """Tokenised parts of a cache, by name."""
 
     whole: dict[str, PartSummary]
-    """What each part's own JSON file says of it."""
+    """Summary of each complete part, from its JSON file."""
     damaged: dict[str, str]
-    """What is wrong with a part that should be there."""
+    """Reason for each damaged or missing part, by name."""
 
 
-def find_parts(store: CacheStore, number: int = 0) -> Parts:
-    """Compare every part's size with what is noted of it, in one listing.
+def find_parts(store: CacheStore, num_expected: int = 0) -> Parts:
+    """Compare every part's size with its summary, using one listing.
 
     Args:
         store: the cache.
-        number: how many there must be at least: one that is missing without a trace is damage, too.
+        num_expected: minimum number of parts: one that is missing without a trace counts as damaged.
     """
     sizes = store.sizes("tokens")
-    names = sorted({name[:-5] for name in sizes if name.endswith(".json")} | {f"part-{i:05d}" for i in range(number)})
+    names = sorted(
+        {name[:-5] for name in sizes if name.endswith(".json")} | {f"part-{i:05d}" for i in range(num_expected)}
+    )
 
     def look(name: str) -> PartSummary | str:
         try:

@@ -1,30 +1,30 @@
-"""What an activation cache looks like on disk. Torch-free.
+"""Defines the files and columns of an activation cache. Torch-free.
 
     <path>/plan.json                 what the cache is made of: target, text, chats, taps, codecs
     <path>/tokens/part-00000.parquet tokenised chats of one chunk of the input (+ .json when complete)
-    <path>/forecast.json             how much it will be, as told before the first shard was written
+    <path>/forecast.json             forecast of the size and duration, made before the first shard was written
     <path>/channels.parquet          offset and scale of every channel of the quantised columns, if there are any
     <path>/shards/00000-00000.parquet  activations, one row per chat, one column per tap and layer
     <path>/shards/00000-00000.json   commit marker: a shard without it does not count
-    <path>/adding.json               while columns are being added: which (and shards/NAME.next for an instant)
+    <path>/adding.json               columns being added, while that lasts (and, briefly, shards/NAME.next)
     <path>/manifest.json             all shards with rows, tokens, bytes, sha256; totals and statistics
 
 A shard's row groups are batches of chats of similar length. Columns: uid, num_tokens, tokens,
-response_mask, then `kv.00` .. and `hidden.-1` ..: binary, num_tokens x the same number of bytes, in the codec that the
-schema metadata (key `moray`) names:
+response_mask, then `kv.00` .. and `hidden.-1` ..: binary, num_tokens times a fixed number of bytes, in the codec that
+the schema metadata (key `moray`) names:
 
     bfloat16, float16, float32   width little-endian elements
-    fp8, int8, int4              a float32 scale, then width elements: float8 e4m3; int8; 4 bits plus 8, the first
-                                 of two in the lower half of its byte, the last of an odd width alone
+    fp8, int8, int4              a float32 scale, then width elements: float8 e4m3; int8; 4 bits with an offset of 8,
+                                 the first of two in the lower half of its byte, the last of an odd width alone
 
     value[channel] = element[channel] * scale of the token * scale[channel] + offset[channel]
 
 with the channels' scales and offsets from channels.parquet (columns: column, offset, scale; one row per tap column).
-Where the scale of the token is 0, all values are 0: the token skips this layer of a sparse target.
+If the scale of a token is 0, all its values are 0: the token skips this layer of a sparse target.
 
-Columns may be added later: shards are then written anew one by one, with what they hold as it is. Until all have the
-new columns, plan and manifest name the old ones alone, so that readers take columns by name and ignore others; from
-then on the plan's `shard_token_bytes` tells with how many bytes a token the shards were once cut.
+Columns may be added later: shards are then rewritten one by one, with their existing columns unchanged. Until all
+shards have the new columns, plan and manifest name only the old ones, so readers must select columns by name and ignore
+others. Afterwards, the plan's `shard_token_bytes` records the bytes per token by which the shards were originally cut.
 """
 
 import json
@@ -49,36 +49,36 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Column:
-    """How one tap column is stored."""
+    """Codec and width of one tap column."""
 
     codec: CodecName
     width: int
-    """Values of one token."""
+    """Values per token."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Stored bytes of one token."""
+        """Stored bytes per token."""
         return codec_bytes(self.codec, self.width)
 
 
 @dataclass(frozen=True)
 class ShardDescription:
-    """What a shard says of itself, in the metadata of its schema."""
+    """Description of a shard in the metadata of its schema."""
 
     columns: dict[str, Column]
     channels: str | None
-    """Fingerprint of the channels that its quantised columns were encoded with; None if it has none."""
+    """Fingerprint of the channels that encoded its quantised columns; None if it has none."""
 
 
 class CacheConfig(Config):
-    """What to store of the target, and how."""
+    """Activations of the target to store, and their format."""
 
     hidden_depths: tuple[int, ...] = (-1, -2, -3)
     """Depths of the stored hidden states: -1 after the final norm, -1-N the input of the last N layers."""
     kv_layers: tuple[int, ...] | None = None
     """Indices of the layers whose keys and values are stored, from 0; null for all layers."""
     kv_codec: CodecName = "bfloat16"
-    """Number format of stored keys and values, in bits an element: 32, 16, 8 (fp8, int8) or 4 (int4)."""
+    """Number format of stored keys and values: 32, 16, 8 (fp8, int8) or 4 (int4) bits per element."""
     hidden_codec: CodecName = "bfloat16"
     """Number format of stored hidden states, with the same choices as kv_codec."""
     column_codecs: dict[str, CodecName] = Field(default_factory=dict)
@@ -86,55 +86,55 @@ class CacheConfig(Config):
     compression: Literal["none", "zstd"] = "none"
     """Compression of the shards on top of their number formats; none for no compression."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes that the whole cache may take; null for no limit. A plan that needs more is refused before anything is
+    """Maximum size of the whole cache in bytes; null for no limit. A plan that needs more is refused before anything is
     cached."""
     max_length: int = Field(default=2048, ge=2)
-    """Most tokens of a chat; what is longer, or longer than the target's context, is cut off there."""
+    """Maximum tokens per chat; longer chats, or chats beyond the target's context, are truncated."""
     batch_tokens: int = Field(default=16384, ge=64)
-    """Most tokens, padding included, that the target runs at once and that one row group holds."""
+    """Maximum tokens, padding included, of one batch of the target, which becomes one row group."""
     shard_mib: int = Field(default=256, ge=1, le=4096)
     """Size in MiB at which a shard is closed and the next one begins."""
     chats_per_part: int = Field(default=2048, ge=1)
-    """Chats that are read, tokenised and sorted by length together."""
+    """Number of chats that are read, tokenised and sorted by length together."""
 
     @property
     def for_plan(self) -> dict[str, JsonValue]:
-        """What makes one cache differ from another: a quota does not."""
+        """Settings that make one cache differ from another; a quota does not."""
         left_out = {"max_bytes"} | (set() if self.column_codecs else {"column_codecs"})
         return self.model_dump(mode="json", exclude=left_out)
 
 
 def kv_column(layer: int) -> str:
-    """Column of one layer's keys and values."""
+    """Return the column name of one layer's keys and values."""
     return f"kv.{layer:02d}"
 
 
 def hidden_column(depth: int) -> str:
-    """Column of one depth's hidden states."""
+    """Return the column name of one depth's hidden states."""
     return f"hidden.{depth}"
 
 
 def bytes_per_token(columns: Mapping[str, Column]) -> int:
-    """Stored bytes of one token, compression and Parquet's own overhead aside."""
+    """Return the stored bytes per token, without compression and Parquet's own overhead."""
     return sum(column.bytes_per_token for column in columns.values())
 
 
 def codec_bytes(name: str, width: int) -> int:
-    """Bytes that a codec spends on every token of `width` values."""
+    """Return the bytes that a codec uses for every token of `width` values."""
     return (width * BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
 
 
 def column_values(columns: Mapping[str, Column]) -> dict[str, dict[str, str | int]]:
-    """Columns as JSON has them: {"kv.00": {"codec": "bfloat16", "width": 128}, ...}."""
+    """Convert columns to JSON values: {"kv.00": {"codec": "bfloat16", "width": 128}, ...}."""
     return {name: asdict(column) for name, column in columns.items()}
 
 
 def shard_schema(columns: Mapping[str, Column], channels: str | None = None) -> pa.Schema:
-    """The Arrow schema of a shard.
+    """Return the Arrow schema of a shard.
 
     Args:
-        columns: the tap columns, in the order in which they are stored.
-        channels: fingerprint of the channels that quantised columns were encoded with.
+        columns: tap columns, in storage order.
+        channels: fingerprint of the channels that encoded the quantised columns.
     """
     fields = [
         pa.field("uid", pa.string()),
@@ -148,7 +148,7 @@ def shard_schema(columns: Mapping[str, Column], channels: str | None = None) -> 
 
 
 def read_description(schema: pa.Schema) -> ShardDescription:
-    """What the schema of a shard says of it."""
+    """Read the description of a shard from its schema."""
     described = json.loads(schema.metadata[METADATA_KEY])
     columns = {name: Column(column["codec"], column["width"]) for name, column in described["columns"].items()}
     return ShardDescription(columns, described.get("channels"))

@@ -1,4 +1,4 @@
-"""A committed shard, in the words of its marker and of the manifest."""
+"""Describes a committed shard, as in its marker and in the manifest."""
 
 from dataclasses import dataclass, field
 
@@ -15,9 +15,9 @@ class ShardInfo:
     row_groups: list[list[int]]
     """Lengths of the chats in each row group."""
     hidden_square_sums: dict[str, float]
-    """Per hidden column, the sum over tokens of the mean square: gives the rms a drafter scales by."""
+    """Sum of the mean square over all tokens, by hidden column; gives the RMS by which a drafter scales."""
     made_of: list[str] = field(default_factory=list)
-    """Names of the planned shards that a compacted shard was made of; empty for a planned shard itself."""
+    """Names of the planned shards that make up a compacted shard; empty for a planned shard."""
 
     @property
     def planned(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
-"""The activation cache as files: plan, parts, shards with commit markers, manifest.
+"""Reads and writes the files of an activation cache: plan, parts, shards with commit markers, manifest.
 
-Everything goes through `pyarrow.fs`, so that a cache may lie on a local disk or in an object store. A shard
-counts only once its commit marker is there, and a marker is written only after its shard: killed at any
-instant, a job finds every finished shard and redoes the others. Every JSON file carries a hash of itself.
+All access goes through `pyarrow.fs`, so a cache can be on a local disk or in an object store. A shard counts only once
+it has a commit marker, which is written after the shard: a job killed at any time finds every finished shard and
+rewrites only the others. Every JSON file contains a hash of itself.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ _SEAL = "seal"
 
 
 class CacheStore:
-    """One activation cache, by URI or path. Picklable.
+    """Files of one activation cache, by URI or path. Picklable.
 
-    Object stores take credentials and address from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+    Credentials and address of an object store come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
     """
 
     def __init__(self, uri: str) -> None:
@@ -49,7 +49,7 @@ class CacheStore:
 
     @property
     def filesystem(self) -> pafs.FileSystem:
-        """The file system that the URI names."""
+        """File system that the URI names."""
         if self._filesystem is None:
             try:
                 uri = self.uri if "://" in self.uri else absolute(self.uri)
@@ -59,12 +59,12 @@ class CacheStore:
         return self._filesystem
 
     def path(self, name: str) -> str:
-        """Full path of a file of this cache on its file system."""
+        """Return the full path of a file of this cache on its file system."""
         _ = self.filesystem
         return f"{self._root}/{name}"
 
     def check(self) -> None:
-        """Ask whether one may write here, before long work begins.
+        """Check that the store can be written to, before long work begins.
 
         Raises:
             ConfigError: the URI cannot be opened.
@@ -74,28 +74,28 @@ class CacheStore:
             self._make_folder("plan.json")
 
     def exists(self, name: str) -> bool:
-        """Whether a file is there."""
+        """Return whether a file exists."""
         with self._reaching(name):
             return self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         with self._reaching(name):
             return int(self.filesystem.get_file_info(self.path(name)).size or 0)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file in a folder by name, in one listing."""
+        """Return the size in bytes of every file in a folder, by name, using one listing."""
         selector = pafs.FileSelector(self.path(folder), allow_not_found=True)
         with self._reaching(folder):
             infos = self.filesystem.get_file_info(selector)
         return {info.base_name: int(info.size) for info in infos if info.type == pafs.FileType.File}
 
     def names(self, folder: str, suffix: str | tuple[str, ...]) -> list[str]:
-        """Sorted names in a folder that end in `suffix`, or in one of several."""
+        """Return the sorted names of the files in a folder that end in `suffix`, or in one of several."""
         return sorted(name for name in self.sizes(folder) if name.endswith(suffix))
 
     def delete(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Delete a file if it exists."""
         with self._reaching(name):
             try:
                 self.filesystem.delete_file(self.path(name))
@@ -103,14 +103,14 @@ class CacheStore:
                 return
 
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
-        """Write a JSON file so that it is there whole or not at all, with a hash by which damage is noticed."""
+        """Write a JSON file atomically, with a hash that reveals damage."""
         self._write_atomically(name, lambda sink: sink.write(json.dumps({**value, _SEAL: _seal(value)}).encode()))
 
     def read_json(self, name: str) -> Any:
         """Read a JSON file that `write_json` wrote.
 
         Raises:
-            DamagedError: it is missing or damaged.
+            DamagedError: the file is missing or damaged.
         """
         try:
             with self.filesystem.open_input_file(self.path(name)) as source:
@@ -136,12 +136,12 @@ class CacheStore:
         """Read a JSON file as a record.
 
         Raises:
-            DamagedError: it is missing or damaged, or lacks a value.
+            DamagedError: the file is missing or damaged, or lacks a value.
         """
         return self._record(name, kind, self.read_json(name))
 
     def sha256(self, name: str, chunk_bytes: int = 8 << 20) -> str:
-        """Hash of a file, read in chunks."""
+        """Return the SHA-256 of a file, read in chunks."""
         digest = hashlib.sha256()
         with self._reaching(name), self.filesystem.open_input_stream(self.path(name)) as source:
             while data := source.read(chunk_bytes):
@@ -149,14 +149,14 @@ class CacheStore:
         return digest.hexdigest()
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file so that it is there whole or not at all."""
+        """Write a text file atomically."""
         self._write_atomically(name, lambda sink: sink.write(text.encode()))
 
     def read_text(self, name: str) -> str:
         """Read a text file.
 
         Raises:
-            DamagedError: it is not there.
+            DamagedError: the file does not exist.
         """
         try:
             with self._reaching(name), self.filesystem.open_input_file(self.path(name)) as source:
@@ -165,7 +165,7 @@ class CacheStore:
             raise DamagedError(f"'{self.uri}/{name}' is missing") from None
 
     def write_table(self, name: str, table: pa.Table) -> AtomicFile:
-        """Write a small Parquet file so that it is there whole or not at all; its size and hash are in the result."""
+        """Write a small Parquet file atomically; the result holds its size and hash."""
         return self._write_atomically(name, lambda sink: pq.write_table(table, sink))
 
     def read_table(self, name: str, columns: list[str] | None = None) -> pa.Table:
@@ -178,20 +178,20 @@ class CacheStore:
             raise DataError(f"'{self.uri}/{name}' cannot be read: {error}; remove it and cache again") from None
 
     def read_row_groups(self, shard: str, row_groups: list[int], columns: list[str]) -> pa.Table:
-        """Read some row groups of a shard, and of those only the named columns.
+        """Read the named columns of some row groups of a shard.
 
         Raises:
-            DataError: the shard is missing or damaged; its name says which one to remove and redo.
+            DataError: the shard is missing or damaged; names the files to remove.
         """
         with self.open_shard(shard) as file:
             return file.read_row_groups(row_groups, columns=columns, use_threads=False)
 
     @contextmanager
     def open_shard(self, shard: str) -> Iterator[pq.ParquetFile]:
-        """A shard to read from; what fails in the block is taken for damage.
+        """Open a shard for reading; errors in the `with` block are reported as damage to the shard.
 
         Raises:
-            DataError: the shard is missing or damaged; its name says which one to remove and redo.
+            DataError: the shard is missing or damaged; names the files to remove.
         """
         name = f"shards/{shard}.parquet"
         try:
@@ -205,13 +205,13 @@ class CacheStore:
             ) from None
 
     def begin_or_resume(self, plan: Mapping[str, object]) -> None:
-        """Start a cache, or go on with one that was started for the same plan; clears what a kill left half-written.
+        """Start a cache, or resume one with the same plan; delete the half-written files of a killed process.
 
         Args:
-            plan: plain values, such as `PlanRecord.values`: they are compared with the file's key by key.
+            plan: plain values, such as `PlanRecord.values`; compared with those of plan.json key by key.
 
         Raises:
-            MismatchError: something else is cached here; the first differing entry and both values are named.
+            MismatchError: a different cache is here; names the first differing entry and both values.
         """
         plan = json.loads(json.dumps(plan))
         if not self.exists("plan.json"):
@@ -228,8 +228,8 @@ class CacheStore:
         self.clear_temporary()
 
     def clear_temporary(self) -> int:
-        """Remove what was left half-written or was counted as attempts, and say how many files that were."""
-        folders = ["tokens", "shards", "attempts", "tries"]  # tries: attempts before version 0.2
+        """Delete half-written files and attempt counts; return the number of files."""
+        folders = ["tokens", "shards", "attempts", "tries"]  # tries: name of attempts before version 0.2
         if isinstance(self.filesystem, pafs.LocalFileSystem):  # object stores have no name for a folder itself
             folders.append(".")
         found = [
@@ -240,10 +240,10 @@ class CacheStore:
         return len(found)
 
     def read_marker(self, name: str) -> ShardInfo:
-        """The commit marker of one shard.
+        """Read the commit marker of one shard.
 
         Raises:
-            DamagedError: it is missing or damaged.
+            DamagedError: the marker is missing or damaged.
         """
         values = self.read_json(f"shards/{name}.json")
         try:
@@ -257,7 +257,7 @@ class CacheStore:
         return info
 
     def committed(self) -> dict[str, ShardInfo]:
-        """All shards that have a marker, by name.
+        """Read the markers of all shards that have one, by name.
 
         Raises:
             DataError: a marker is damaged.
@@ -266,17 +266,17 @@ class CacheStore:
         return dict(zip(names, in_threads(self.read_marker, names), strict=True))
 
     def commit(self, info: ShardInfo) -> None:
-        """Make a written shard count."""
+        """Commit a written shard by writing its marker."""
         self.write_json(f"shards/{info.name}.json", info.__dict__)
 
     def uncommit(self, name: str) -> None:
-        """Remove a shard, marker first: what is left if this is cut short does not count."""
+        """Delete a shard, marker first: if this is interrupted, the remaining file does not count."""
         for suffix in ("json", "parquet"):
             self.delete(f"shards/{name}.{suffix}")
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[AtomicFile]:
-        """A file to write that appears under its name only when the block ends without an error."""
+        """Open a file for writing; it appears under its name only if the block ends without an error."""
         self._make_folder(name)
         try:
             with AtomicFile(self.filesystem, self.path(name)) as sink:
@@ -287,15 +287,15 @@ class CacheStore:
             raise self._unreachable(name, error) from None
 
     def read_plan(self) -> PlanRecord:
-        """The plan; where its file is damaged, the copy that the manifest of a complete cache holds.
+        """Read the plan; if plan.json is missing or damaged, restore it from the manifest of a complete cache.
 
         Raises:
-            DamagedError: there is none, or it lacks a value.
+            DamagedError: there is no plan, or it lacks a value.
         """
         return self._record("plan.json", PlanRecord, self.read_plan_values())
 
     def read_plan_values(self) -> Any:
-        """The plan as plain values, to compare with others; otherwise as `read_plan`."""
+        """Read the plan as plain values, to compare with others; otherwise like `read_plan`."""
         try:
             return self.read_json("plan.json")
         except DamagedError as damaged:
@@ -326,12 +326,12 @@ class CacheStore:
             return
         with self._reaching(name):
             self.filesystem.create_dir(folder, recursive=True)
-        if not isinstance(self.filesystem, pafs.LocalFileSystem):  # there every folder costs several requests
+        if not isinstance(self.filesystem, pafs.LocalFileSystem):  # creating a folder there costs several requests
             self._folders.add(folder)
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
-        """Word what goes wrong between us and the store; on a local disk a missing file stays one."""
+        """Convert errors of the store to `UnreachableError`, except for a missing file."""
         try:
             yield
         except FileNotFoundError:
@@ -349,8 +349,8 @@ class CacheStore:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether the store failed and not the file: Arrow tells damaged Parquet by errors of the system, too, but these
-    bear no number of the system's and name no request."""
+    """Return whether the store failed rather than the file. Arrow also raises OSError for damaged Parquet, but without
+    an errno and without naming a request."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return False
     return error.errno is not None or isinstance(error, PermissionError) or "AWS Error" in str(error)

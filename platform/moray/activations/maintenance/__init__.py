@@ -1,1 +1,1 @@
-"""What is done with a cache once it is there: verify, measure, compact."""
+"""Verifies, measures and compacts existing caches."""

@@ -1,8 +1,8 @@
-"""Few large shards out of many small ones: which are joined, and how. Torch-free but for the plan.
+"""Joins many small shards into few large ones. Torch-free.
 
-Row groups are copied as they are, one in memory at a time. A joined shard is committed like any other and notes
-which planned shards it is made of; from then on it counts in their place (`moray.activations.format.scan`), so that
-a job may be killed at any instant. Readers of the old manifest find the old shards until the new one is there.
+Row groups are copied unchanged, one in memory at a time. A joined shard is committed like any other and records which
+planned shards it contains; from then on it counts in their place (`moray.activations.format.scan`), so that a job may
+be killed at any time. Readers of the old manifest find the old shards until the new manifest is written.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from moray.activations.format.store import CacheStore
 
 
 def plan_compaction(shards: Iterable[ShardInfo], token_bytes: int, shard_mib: int) -> list[list[ShardInfo]]:
-    """Which shards are joined; those that are large enough are left alone.
+    """Group the shards to join; those that are large enough are left alone.
 
-    Sizes are counted in tokens, which joining does not change: a resumed or repeated compaction finds the same
-    groups, and none where nothing is left to join.
+    Sizes are computed from token counts, which joining does not change: a resumed or repeated compaction finds the same
+    groups, and none if nothing is left to join.
     """
     limit = shard_mib << 20
     groups: list[list[ShardInfo]] = []
@@ -34,10 +34,11 @@ def plan_compaction(shards: Iterable[ShardInfo], token_bytes: int, shard_mib: in
 
 
 def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardInfo:
-    """Write and commit one shard out of several.
+    """Join several shards into one, write and commit it.
 
     Raises:
-        DamagedError: one of them cannot be read, or does not hold what its marker says.
+        DataError: one of them cannot be read.
+        DamagedError: one of them does not hold what its marker says, or its columns differ from the first one's.
     """
     made_of = sorted(name for info in group for name in info.planned)
     name = f"{made_of[0]}-x{len(made_of)}"
@@ -61,6 +62,6 @@ def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardIn
 
 
 def remove_superseded(store: CacheStore, names: Iterable[str]) -> None:
-    """Remove shards that no manifest names any more."""
+    """Delete shards that the manifest no longer names."""
     for name in names:
         store.uncommit(name)

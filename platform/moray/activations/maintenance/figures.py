@@ -1,4 +1,4 @@
-"""What a cache holds, in figures: from its manifest, and for prompt and response tokens from its parts."""
+"""Computes statistics of a cache from its manifest and, for prompt and response tokens, from its parts."""
 
 from typing import TypedDict
 
@@ -12,33 +12,33 @@ from moray.errors import DataError
 
 _NUM_BINS = 12
 _BAR = 40
-_TOKEN_BYTES = 4 + 1 / 8  # id and mask, as Arrow holds them
+_TOKEN_BYTES = 4 + 1 / 8  # id and mask, as Arrow stores them
 
 
 class TokenBytes(TypedDict):
-    """Bytes of one token."""
+    """Bytes per token."""
 
     columns: dict[str, int]
-    """By tap column."""
+    """Bytes of each tap column."""
     nominal: float
-    """Of all columns, with the token's id and mask."""
+    """Bytes of all columns, with the token's id and mask."""
     stored: float
-    """As it lies on the disk."""
+    """Bytes on disk."""
 
 
 class LengthFigures(TypedDict):
-    """Tokens of a chat, over all chats."""
+    """Distribution of the tokens per chat."""
 
     mean: float
     median: float
     p95: float
     longest: int
     histogram: list[list[int]]
-    """Of each bin its first length, its last and the number of chats."""
+    """First length, last length and number of chats of each bin."""
 
 
 class EpochFigures(TypedDict):
-    """One epoch of a training with batches of a given size."""
+    """Steps and padding of one training epoch with batches of a given size."""
 
     batch_tokens: int
     steps: int
@@ -46,12 +46,12 @@ class EpochFigures(TypedDict):
 
 
 class CacheFigures(TypedDict):
-    """What a cache holds, as `stats --json` writes it."""
+    """Statistics of a cache, as `stats --json` writes them."""
 
     chats: int
     tokens: int
     response_tokens: int | None
-    """None where the parts have been removed; prompt_tokens, too."""
+    """None if the parts have been removed; likewise prompt_tokens."""
     prompt_tokens: int | None
     shards: int
     bytes: int
@@ -60,18 +60,18 @@ class CacheFigures(TypedDict):
     compression_ratio: float
     lengths: LengthFigures
     capture_padding: float
-    """Share of padding in the row groups as the target ran them."""
+    """Fraction of padding in the row groups as the target processed them."""
     epoch: EpochFigures
     hidden_rms: dict[str, float]
 
 
 def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -> CacheFigures:
-    """Figures of a complete cache, ready for JSON.
+    """Compute the statistics of a complete cache, ready for JSON.
 
     Args:
-        store: the cache; of its shards nothing is read.
+        store: the cache; its shards are not read.
         manifest: its manifest.
-        batch_tokens: of the training epoch whose padding is counted.
+        batch_tokens: maximum tokens per batch of the training epoch whose padding is computed.
     """
     groups = [lengths for shard in manifest.shards.values() for lengths in shard.row_groups]
     lengths = np.array([length for group in groups for length in group], dtype=np.int64)
@@ -79,7 +79,7 @@ def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -
     tokens, size = manifest.num_tokens, sum(shard.bytes for shard in manifest.shards.values())
     responses = _response_tokens(store)
     if responses is not None and responses > tokens:
-        raise DataError(f"the parts of '{store.uri}' hold other chats than its shards: run verify")
+        raise DataError(f"the tokenised parts and the shards of '{store.uri}' do not match: run verify")
     nominal = sum(columns.values()) + _TOKEN_BYTES
     return {
         "chats": len(lengths),
@@ -99,7 +99,7 @@ def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -
 
 
 def statistics_lines(figures: CacheFigures) -> list[str]:
-    """The same as text."""
+    """Format the statistics as lines of text."""
     per_token, lengths, epoch = figures["bytes_per_token"], figures["lengths"], figures["epoch"]
     split = ""
     if figures["response_tokens"] is not None:
@@ -124,7 +124,7 @@ def statistics_lines(figures: CacheFigures) -> list[str]:
 
 
 def _response_tokens(store: CacheStore) -> int | None:
-    """None where the parts have been removed: training does not need them."""
+    """Count the response tokens; None if the parts, which training does not need, have been removed."""
     parts = store.names("tokens", ".parquet")
     if not parts:
         return None
@@ -154,7 +154,7 @@ def _length_figures(lengths: np.ndarray) -> LengthFigures:
 
 
 def _padding(batches: list[list[int]]) -> float:
-    """Share of padding where every batch is as wide as its longest chat."""
+    """Return the fraction of padding if every batch is as wide as its longest chat."""
     padded = sum(max(lengths) * len(lengths) for lengths in batches)
     return 1 - sum(map(sum, batches)) / max(1, padded)
 

@@ -1,7 +1,7 @@
-"""Are the cached values the target's? A sample of chats is run again and compared, column by column.
+"""Checks cached values by running the target over a sample of chats again and comparing column by column.
 
-The target runs one chat at a time, unpadded, through the stock forward pass of transformers: none of the code
-that wrote the cache is asked, so that an error there cannot hide itself.
+The target runs one chat at a time, unpadded, through the stock forward pass of transformers: none of the code that
+wrote the cache is used, so that an error there cannot hide itself.
 """
 
 import random
@@ -22,23 +22,23 @@ from moray.targets.model import Target
 
 @dataclass
 class ColumnError:
-    """How far a column is from the target's own values, over all tokens of the sample."""
+    """Error of a column against the target's own values, over all tokens of the sample."""
 
     largest: float = 0.0
     """Largest absolute difference."""
     squares: float = 0.0
     """Sum of squared differences."""
     wanted_squares: float = 0.0
-    """Sum of the target's own squares."""
+    """Sum of the target's squared values."""
 
     @property
     def relative_rms(self) -> float:
-        """Root mean square of the differences over that of the target's own values."""
+        """Root mean square of the differences, divided by that of the target's own values."""
         return (self.squares / max(self.wanted_squares, 1e-30)) ** 0.5
 
 
 def recheck(store: CacheStore, manifest: Manifest, target: Target, num_chats: int, seed: int) -> dict[str, ColumnError]:
-    """Errors by tap column over a sample that depends on the seed and the manifest alone.
+    """Return the error of each tap column over a sample that depends only on the seed and the manifest.
 
     Raises:
         MismatchError: the cache was made from another target.
@@ -62,7 +62,7 @@ def recheck(store: CacheStore, manifest: Manifest, target: Target, num_chats: in
 
 
 def too_far(errors: dict[str, ColumnError], columns: Mapping[str, Column], max_error: float | None) -> dict[str, float]:
-    """Columns whose relative error is larger than allowed, and what is allowed. NaN is too far."""
+    """Return the columns whose relative error exceeds the limit, with that limit. NaN exceeds any limit."""
     limits = {name: max_error or _default_limit(column) for name, column in columns.items()}
     return {name: limits[name] for name, error in errors.items() if not error.relative_rms <= limits[name]}
 
@@ -92,7 +92,7 @@ def _taps(target: Target, tokens: list[int], names: list[str]) -> dict[str, Floa
     taps: dict[str, Tensor] = {}
     for name in names:
         kind, _, number = name.partition(".")
-        if kind == "hidden":  # the last one is after the final norm; the others are what goes into a layer
+        if kind == "hidden":  # the last one follows the final norm; the others are layer inputs
             taps[name] = output.hidden_states[int(number)][0].cpu()
         else:
             layer = output.past_key_values.layers[int(number)]

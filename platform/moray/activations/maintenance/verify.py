@@ -1,7 +1,7 @@
-"""Is a cache what its manifest says? Every file is looked at, every shard read and hashed.
+"""Verifies a cache against its manifest: checks every file, and reads and hashes every shard and part.
 
-A problem is a normal event here: it is collected, named and, if asked for, un-committed, so that the caching
-command makes that again. Whether the values are the target's is `moray.activations.maintenance.recheck`'s question.
+Problems are expected here: they are collected and named, and damaged files are uncommitted on request, so that the
+caching command rewrites them. `moray.activations.maintenance.recheck` checks whether the values are the target's.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from moray.errors import DamagedError, DataError, UnreachableError
 
 @dataclass
 class Findings:
-    """What is wrong with a cache: names and reasons. All empty: nothing is."""
+    """Problems of a cache, as names and reasons; all empty if there are none."""
 
     manifest: Manifest | None = None
     num_shards: int = 0
@@ -28,11 +28,11 @@ class Findings:
     shards: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
-    """About plan.json and manifest.json."""
+    """Problems with plan.json, manifest.json and channels.parquet."""
 
     @property
     def lines(self) -> list[str]:
-        """One line for each."""
+        """One line per problem."""
         return [
             *self.other,
             *(f"shard 'shards/{name}.parquet': {reason}" for name, reason in sorted(self.shards.items())),
@@ -43,16 +43,16 @@ class Findings:
 def verify_files(
     store: CacheStore, threads: int, start: Callable[[int], None], advance: Callable[[int], None]
 ) -> Findings:
-    """Check plan, manifest, parts and markers against each other and hash every file; memory stays small.
+    """Check plan, manifest, parts and markers against each other, and hash every shard and part in bounded memory.
 
     Args:
         store: the cache.
-        threads: files that are read at once.
-        start: told how many bytes are to be read.
-        advance: told of bytes that have been read.
+        threads: number of files to read in parallel.
+        start: called with the number of bytes to read.
+        advance: called with the number of bytes that have been read.
 
     Raises:
-        DataError: there is no cache at all, or the store does not answer.
+        DataError: there is no cache, or the store is unreachable.
     """
     if not store.exists("plan.json") and not store.exists("manifest.json"):
         raise DataError(f"activation cache '{store.uri}' is not there: check the path or URI")
@@ -83,8 +83,8 @@ def verify_files(
 
 
 def _check_channels(store: CacheStore, found: CacheScan, findings: Findings) -> None:
-    """Whether the channels that quantised columns are decoded with are those they were encoded with."""
-    for name in sorted(found.counting)[:1]:  # the writer gives all shards the same
+    """Check that quantised columns are decoded with the channels that encoded them."""
+    for name in sorted(found.counting)[:1]:  # all shards were written with the same channels
         try:
             with store.open_shard(name) as shard:
                 described = read_description(shard.schema_arrow)
@@ -93,7 +93,7 @@ def _check_channels(store: CacheStore, found: CacheScan, findings: Findings) -> 
                 findings.other.append(f"{CHANNELS_FILE} is not the one that shards were written with: put that back")
         except UnreachableError:
             raise
-        except DataError as error:  # a shard that cannot be opened has the hash of its file against it, too
+        except DataError as error:  # a shard that cannot be opened also fails the hash check
             if name not in findings.shards and not str(error).startswith("shard "):
                 findings.other.append(str(error))
 
@@ -121,11 +121,11 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
     for name, info in manifest.shards.items():
         if name in found.damaged or found.counting.get(name) == info or found.superseded.get(name) == info:
             continue
-        if unfinished is not None and name in found.counting:  # it has the new columns already
+        if unfinished is not None and name in found.counting:  # it already has the new columns
             continue
         listed = "its marker and manifest.json differ" if name in found.counting else "it is missing"
         findings.shards[name] = listed
-    # Between the kill of a compaction and its end both kinds are there, and the manifest still names the old.
+    # After a killed compaction, old and joined shards both exist, and the manifest still names the old ones.
     named = {name for info in manifest.shards.values() for name in info.planned}
     for name, info in found.counting.items():
         if not info.planned <= named:
@@ -135,7 +135,7 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
 
 
 def repair(store: CacheStore, findings: Findings) -> int:
-    """Un-commit damaged shards and parts; returns how many. The next caching run updates the plan and the manifest."""
+    """Uncommit damaged shards and parts; return how many. The next caching run updates the plan and the manifest."""
     for name in findings.shards:
         store.uncommit(name)
     for name in findings.parts:

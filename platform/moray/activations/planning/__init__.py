@@ -1,1 +1,1 @@
-"""What a cache will hold and take, known before anything of it is written."""
+"""Plans the contents, size and duration of a cache before it is written."""

@@ -1,9 +1,9 @@
-"""Columns that are added to a cache that is there: whether that is what is asked for, what is left of it, what to type.
+"""Adds columns to an existing cache: detects that a run asks for it, checks the disk space, and builds the command.
 
-Torch-free. Shards keep their names, chats and row groups; each is written anew with its old columns' bytes and the new
-ones (`moray.activations.capture.extend`). Until all are, plan and manifest name the old columns alone, and readers, who
-take columns by name, find those in every shard: the cache stays what it was. `adding.json` tells that this is under
-way; which shards are done is told by their own schemas.
+Torch-free. Shards keep their names, chats and row groups; each is rewritten with the bytes of its old columns and the
+new ones (`moray.activations.capture.extend`). Until all shards are rewritten, plan and manifest name only the old
+columns, and readers, which select columns by name, find those in every shard: the cache stays readable. `adding.json`
+records that an addition is in progress; the schema of each shard shows whether it is done.
 """
 
 import json
@@ -32,29 +32,29 @@ from moray.targets.spec import TargetConfig
 
 ADDING_FILE = "adding.json"
 NEXT = ".next"
-"""How the name ends of the marker that a shard gets once its new file is in place."""
+"""Suffix of a pending marker, which becomes the shard's marker once its new file is in place."""
 _COLUMN_KEYS = ("hidden_depths", "kv_layers", "hidden_codec", "kv_codec", "column_codecs")
 _MODULE = "pipelines.cache_activations"
 
 
 class AddingNote(Record):
-    """adding.json: what is being added to a cache."""
+    """adding.json: the columns being added to a cache."""
 
     added: list[str]
-    """Columns that it did not have."""
+    """New columns."""
     columns: dict[str, Column]
-    """All that it is to have."""
+    """All columns of the extended cache."""
     cache: CacheConfig
-    """The settings that ask for them."""
+    """Settings that select these columns."""
 
 
 def columns_to_add(store: CacheStore, plan: Mapping[str, object]) -> list[str]:
-    """The columns that a plan has beyond those of the cache; none if there is no cache, or if anything else differs.
+    """Return the columns that a plan adds to the cache's; none if there is no cache or if anything else differs.
 
     Args:
-        store: where the cache is, if there is one.
-        plan: what is wanted, as plain values (`PlanRecord.values`). An empty fingerprint of the target (weights not
-            read) is taken for the cache's.
+        store: the cache, which need not exist.
+        plan: the wanted plan, as plain values (`PlanRecord.values`). An empty target fingerprint (weights not read)
+            matches the cache's.
     """
     if not store.exists("plan.json"):
         return []
@@ -75,7 +75,7 @@ def _but_columns(cache: Mapping[str, object]) -> dict[str, object]:
 
 
 def stored_columns(store: CacheStore, shard: str) -> dict[str, Column]:
-    """Codec and width of the columns that a shard has, by its own schema.
+    """Read codec and width of a shard's columns from its own schema.
 
     Raises:
         DataError: the shard cannot be read.
@@ -86,28 +86,28 @@ def stored_columns(store: CacheStore, shard: str) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class Addition:
-    """What is left to do until every shard has the wanted columns."""
+    """Remaining work until every shard has the wanted columns."""
 
     added: list[str]
-    """Columns that the cache is to get."""
+    """Columns to add to the cache."""
     shards: dict[str, ShardInfo]
-    """Those that are to be written anew."""
+    """Shards to rewrite, by name."""
     num_shards: int
     tokens: int
-    """In all shards that are there."""
+    """Tokens in all existing shards."""
     bytes: int
-    """By how much the cache is yet to grow."""
+    """Bytes by which the cache will still grow."""
     largest: int
-    """Bytes of the largest shard as it will be: so much more is taken for a while by each that is written."""
+    """Bytes of the largest rewritten shard: each shard being rewritten needs up to this much temporary space."""
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the target is yet to run over."""
+        """Tokens that the target has yet to process."""
         return sum(info.tokens for info in self.shards.values())
 
     @property
     def announcement(self) -> str:
-        """One line on what is added."""
+        """One-line summary of the addition."""
         left = len(self.shards)
         shards = f"{self.num_shards:,}" if left == self.num_shards else f"{left:,} of {self.num_shards:,}"
         return f"adding {listed(self.added)} to {shards} shards: {size_text(self.bytes)} more"
@@ -116,17 +116,17 @@ class Addition:
 def plan_addition(
     store: CacheStore, plan: PlanRecord, added: list[str], shards: dict[str, ShardInfo], missing_tokens: int = 0
 ) -> Addition:
-    """Look at every shard's schema, many at a time.
+    """Plan an addition from the schemas of all shards, which are read in parallel.
 
     Args:
         store: the cache.
-        plan: what is wanted.
-        added: what of it the cache does not name yet.
-        shards: that count.
-        missing_tokens: of planned shards that are not there and will be made with all columns.
+        plan: the wanted plan.
+        added: columns of the wanted plan that the cache's plan does not name yet.
+        shards: the cache's complete shards.
+        missing_tokens: tokens of planned shards that do not exist yet and will be written with all columns.
 
     Raises:
-        DataError: a shard cannot be read or lacks a column that the cache names.
+        DataError: a shard cannot be read, or lacks a column of the cache's plan or stores it differently.
     """
     wanted, old = plan.columns, store.read_plan().columns
     stored = dict(zip(shards, in_threads(partial(stored_columns, store), list(shards)), strict=True))
@@ -145,10 +145,10 @@ def plan_addition(
 
 
 def check_addition_fits(addition: Addition, disk: DiskSpace, uri: str) -> None:
-    """Refuse columns for which there is no disk, before anything is changed.
+    """Refuse an addition that does not fit on the disk, before anything is changed.
 
     Raises:
-        ConfigError: the larger cache takes more than cache.max_bytes, or than the file system has.
+        ConfigError: the extended cache exceeds cache.max_bytes or the free space of its file system.
     """
     total = disk.written + addition.bytes
     if disk.fits(total):
@@ -166,12 +166,12 @@ def check_addition_fits(addition: Addition, disk: DiskSpace, uri: str) -> None:
 
 
 def begin_addition(store: CacheStore, plan: PlanRecord, added: list[str]) -> None:
-    """Note what is being added, before the first shard gets it."""
+    """Write adding.json, before the first shard is rewritten."""
     store.write_json(ADDING_FILE, _note(plan, added).values)
 
 
 def is_begun(store: CacheStore, plan: PlanRecord, added: list[str]) -> bool:
-    """Whether the same was begun before."""
+    """Return whether the same addition was begun before."""
     return store.exists(ADDING_FILE) and store.read_json(ADDING_FILE) == _note(plan, added).values
 
 
@@ -184,22 +184,24 @@ def _read_note(store: CacheStore) -> AddingNote:
 
 
 def end_addition(store: CacheStore, plan: PlanRecord) -> None:
-    """Forget the note once the cache has what it names; what another plan was to add stays noted."""
+    """Delete adding.json if the plan has all columns that it names; keep it if another plan was to add them."""
     if store.exists(ADDING_FILE) and _read_note(store).columns.keys() <= plan.columns.keys():
         store.delete(ADDING_FILE)
 
 
 def extended_plan(store: CacheStore, plan: PlanRecord) -> PlanRecord:
-    """The plan of a cache whose shards all have the wanted columns: it remembers how these were cut."""
+    """Return the plan of the extended cache, with the bytes per token by which its shards were originally cut."""
     return plan.model_copy(update={"shard_token_bytes": shard_token_bytes(store.read_plan())})
 
 
 def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
-    """Where a kill came between a shard's new file and its new marker, put that in place; forget others.
+    """Commit shards whose new file was written but whose marker was not, because the process was killed in between.
+
+    Delete all other pending markers.
 
     Args:
         store: the cache.
-        shard: the one to look at; None for all.
+        shard: the shard to check; None for all.
     """
     names = store.names("shards", NEXT) if shard is None else [f"{shard}{NEXT}"]
     for name in names:
@@ -219,16 +221,17 @@ def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
 
 
 def refuse_while_adding(store: CacheStore) -> None:
-    """
+    """Refuse a cache with an unfinished addition.
+
     Raises:
-        DataError: columns are being added; names them and the command that completes it.
+        DataError: columns are being added; names them and the command that completes the addition.
     """
     if (reason := unfinished_addition(store)) is not None:
         raise DataError(f"'{store.uri}': {reason}")
 
 
 def unfinished_addition(store: CacheStore) -> str | None:
-    """What is being added and which command completes it; None if nothing is."""
+    """Describe an unfinished addition and the command that completes it; None if there is none."""
     if not store.exists(ADDING_FILE):
         return None
     added = _read_note(store).added
@@ -236,10 +239,10 @@ def unfinished_addition(store: CacheStore) -> str | None:
 
 
 def command_to_add(store: CacheStore, missing: Iterable[str]) -> str:
-    """The command line that adds columns to a cache, ready for a shell.
+    """Return the command line that adds columns to a cache, quoted for a shell.
 
-    It is the one that made the cache, by its run.yaml, with the depths and layers that are wanted then. Where another
-    command called that one (as the demo does), it is put together from the settings that run.yaml holds.
+    It is the command in the cache's run.yaml with overrides that select the columns. If the cache was made by another
+    command (such as the demo), it is built from the settings in run.yaml.
     """
     taps = _taps(store, list(missing))
     try:
@@ -259,8 +262,8 @@ def command_to_add(store: CacheStore, missing: Iterable[str]) -> str:
 
 
 def _taps(store: CacheStore, missing: list[str]) -> dict[str, JsonValue]:
-    """The settings that say which columns there are, so that the missing ones are among them: those with which these
-    are being added already, if they are."""
+    """Return settings that select the cache's columns and the missing ones. If an unfinished addition already covers
+    the missing ones, return its settings."""
     if store.exists(ADDING_FILE):
         note = _read_note(store)
         if set(missing) <= set(note.added):
@@ -275,7 +278,7 @@ def _taps(store: CacheStore, missing: list[str]) -> dict[str, JsonValue]:
 
 
 def _overrides(taps: Mapping[str, JsonValue], cache: Mapping[str, object]) -> list[str]:
-    """What is to be typed where the settings were those of `cache`."""
+    """Return the overrides for the taps that differ from the settings of `cache`."""
     differing = {key: value for key, value in taps.items() if value != cache.get(key)}
     return [f"cache.{key}={_typed(value)}" for key, value in differing.items()]
 
@@ -285,7 +288,7 @@ def _typed(value: Any) -> str:
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
-    """The settings of a cache that are not the defaults, as overrides; how it was made in parallel as it was."""
+    """Return the non-default settings of a cache as overrides, with `capture` unchanged."""
     kinds: dict[str, type[Config]] = {"target": TargetConfig, "chats": ChatsConfig, "cache": CacheConfig}
     given: dict[str, Any] = {"output": settings["output"]}
     for key, kind in kinds.items():
@@ -296,6 +299,6 @@ def _words(settings: dict[str, Any]) -> list[str]:
 
 
 def override_words(settings: Mapping[str, object]) -> list[str]:
-    """Settings as a command line has them: key=value."""
+    """Return settings as command-line words: key=value."""
     pairs = flatten(settings).items()
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]

@@ -1,4 +1,4 @@
-"""What a cache is to hold: before anything is read of it, and once its chats are tokenised."""
+"""Specifies a cache before any of it is read (`CacheSpec`) and after its chats are tokenised (`CachePlan`)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ FORECAST_FILE = "forecast.json"
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache is to hold, before anything is read of it."""
+    """Requested contents of a cache, before any of it is read."""
 
     target: TargetConfig
     spec: TargetSpec
@@ -35,10 +35,10 @@ class CacheSpec:
     def of(
         cls, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, needs_weights: bool = True
     ) -> "CacheSpec":
-        """Read the target's configuration, its tokenizer and the names of the chats' files.
+        """Read the target's configuration and tokenizer, and divide the chat files into chunks.
 
         Raises:
-            ConfigError: one of them cannot be read, or a layer or depth is asked for that the target does not have.
+            ConfigError: one of them cannot be read, or the target lacks a requested layer or depth.
         """
         spec = read_spec(target.model, needs_weights=needs_weights)
         tokenizer = ChatTokenizer.load(target.model, target.template)
@@ -47,16 +47,16 @@ class CacheSpec:
 
     @property
     def rows(self) -> int:
-        """Chats, bad ones included."""
+        """Number of chats, bad ones included."""
         return sum(chunk.num_rows for chunk in self.chunks)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a chat: `cache.max_length`, but never more than the target's context."""
+        """Maximum tokens per chat: `cache.max_length`, but never more than the target's context."""
         return min(self.cache.max_length, self.spec.max_positions)
 
     def plan(self) -> PlanRecord:
-        """All that decides the contents of the cache; a folder with another plan is another cache."""
+        """Return everything that determines the contents of the cache. A different plan means a different cache."""
         values = {
             "format": FORMAT,
             "target": self.spec.for_plan,
@@ -68,13 +68,13 @@ class CacheSpec:
             "cache": self.cache.for_plan,
             "columns": column_values(self.columns),
         }
-        return PlanRecord.of(values)  # from values, so that what is left out of them stays unset
+        return PlanRecord.of(values)  # from values, so that keys missing there stay unset
 
     def check_disk_space(self, store: CacheStore) -> None:
-        """Refuse, from a sample of chats, a cache that will not fit; the whole check follows the tokenising.
+        """Refuse a cache that will not fit, judging by a sample of chats; the exact check follows after tokenising.
 
         Raises:
-            ConfigError: nothing of the cache is there yet, and it does not fit.
+            ConfigError: the cache does not exist yet, and it does not fit.
         """
         if not store.exists("plan.json"):
             work = project(sample_chats(self.chunks, self.tokenizer, self.max_length), self.rows, self.cache)
@@ -84,14 +84,14 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """All shards of a tokenised cache, and the lengths of the chats of every part."""
+    """All planned shards of a tokenised cache, and the chat lengths of every part."""
 
     shards: list[ShardPlan]
     lengths: dict[str, list[int]]
 
     @classmethod
     def of(cls, store: CacheStore, cache: CacheConfig) -> "CachePlan":
-        """Cut the parts of a cache that has a plan; the result is always the same."""
+        """Plan the shards of all tokenised parts of a cache, deterministically. The cache must have a plan."""
         lengths = {part: summary.lengths for part, summary in find_parts(store).whole.items()}
         token_bytes = shard_token_bytes(store.read_plan())
         shards = [
@@ -103,7 +103,7 @@ class CachePlan:
 
     @cached_property
     def tokens_of(self) -> dict[str, int]:
-        """Tokens by shard."""
+        """Number of tokens, by shard."""
         return {
             plan.name: sum(self.lengths[plan.part][row] for rows in plan.batches for row in rows)
             for plan in self.shards

@@ -1,4 +1,4 @@
-"""What a cache takes on its file system, and what is left there."""
+"""Measures the bytes that a cache occupies and the space left on its file system."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from moray.errors import DataError
 
 
 def measure_disk_space(store: CacheStore, cache: CacheConfig) -> DiskSpace:
-    """The room for a cache: free space where the file system is a local one, and the quota."""
+    """Return the space available to a cache: its quota, and the free space if the file system is local."""
     free, reserve = None, 0
     if isinstance(store.filesystem, pafs.LocalFileSystem):
         free, reserve = free_bytes(Path(store.path("plan.json")).parent)
@@ -19,7 +19,7 @@ def measure_disk_space(store: CacheStore, cache: CacheConfig) -> DiskSpace:
 
 
 def written_bytes(store: CacheStore) -> int:
-    """Bytes of the tokenised parts and of the shards that count."""
+    """Return the bytes of the tokenised parts and of the committed shards."""
     try:
         committed = sum(shard.bytes for shard in store.committed().values())
     except DataError:  # a marker is damaged: the next reader reports it

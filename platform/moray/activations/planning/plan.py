@@ -1,6 +1,6 @@
-"""Plan before write: what a cache will take, whether there is room for it, and what would be cheaper. Torch-free.
+"""Forecasts the size and duration of a cache, checks that it fits, and suggests smaller ones. Torch-free.
 
-The number of tokens is exact once all chats are tokenised; before, `moray.activations.planning.sample` projects it.
+The number of tokens is exact once all chats are tokenised; until then, `moray.activations.planning.sample` projects it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,46 +14,46 @@ from moray.errors import ConfigError
 from moray.targets.spec import TargetSpec
 
 CODECS = ("bfloat16", "fp8", "int8", "int4")
-"""What to choose among; float16 takes as much as bfloat16, float32 twice that."""
+"""Codecs to suggest; float16 takes as much space as bfloat16, float32 twice that."""
 _TEXT_BYTES = 8
-"""Of a token: its id, response mask and list levels in a shard, and in the tokenised part, which is compressed."""
+"""Bytes per token of its id, response mask and list levels, in a shard and in the (compressed) tokenised part."""
 _CHAT_BYTES = 80
 _CHUNK_BYTES = 220
-"""Of one column of one row group: its entry in the shard's footer, and page headers."""
+"""Overhead of one column of one row group: its entry in the shard's footer, and page headers."""
 _MAX_CHATS_MARGIN = 0.97
 _NUM_CHOICES = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The chats of a cache, whatever is stored of them."""
+    """Amount of text in a cache, regardless of which activations are stored."""
 
     rows: int
-    """Rows read, unusable ones included: what chats.max_chats counts."""
+    """Rows read, unusable ones included, as chats.max_chats counts them."""
     chats: int
     tokens: int
     padded_tokens: int
     row_groups: int
     error: float = 0.0
-    """Relative error of the tokens, where they are projected: half the width of their 95 % interval."""
+    """Relative error of projected tokens (half the width of the 95 % interval); 0 if they are counted."""
 
     @property
     def padding(self) -> float:
-        """Share of the tokens the target runs that is padding."""
+        """Fraction of the tokens processed by the target that is padding."""
         return 1 - self.tokens / max(1, self.padded_tokens)
 
 
 class ForecastRecord(Record):
-    """forecast.json: how much a cache will be, as told before its first shard was written."""
+    """forecast.json: the forecast of a cache, made before its first shard was written."""
 
     rows: int
     chats: int
     tokens: int
     padding: float
-    """Share of the tokens the target runs that is padding."""
+    """Fraction of the tokens processed by the target that is padding."""
     shards: int
     bytes: dict[str, int]
-    """By group: keys and values, hidden states, text."""
+    """Bytes by group: keys and values, hidden states, text."""
     bytes_per_token: int
     free_bytes: int | None
     max_bytes: int | None
@@ -63,31 +63,31 @@ class ForecastRecord(Record):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a cache will be."""
+    """Forecast size and speed of a cache."""
 
     workload: Workload
     shards: int
     bytes: dict[str, int]
-    """By group: keys and values, hidden states, text."""
+    """Bytes by group: keys and values, hidden states, text."""
     bytes_per_token: int
-    """Of the taps alone."""
+    """Bytes per token of the taps alone."""
     tokens_per_second: float | None = None
-    """Of one target, measured; None if it was not."""
+    """Measured speed of one target; None if not measured."""
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.bytes.values())
 
     def hours(self, num_targets: int, written: int = 0) -> float | None:
-        """How long the targets will take for what is not written yet."""
+        """Return the hours that the targets need for the part not written yet; None if their speed is unknown."""
         if not self.tokens_per_second:
             return None
         share = 1 - min(1.0, written / max(1, self.total))
         return self.workload.tokens * share / self.tokens_per_second / num_targets / 3600
 
     def record(self, disk: DiskSpace, num_targets: int) -> ForecastRecord:
-        """What is kept of it beside the shards."""
+        """Return the record of this forecast that is stored beside the shards."""
         return ForecastRecord(
             rows=self.workload.rows,
             chats=self.workload.chats,
@@ -103,7 +103,7 @@ class Forecast:
         )
 
     def lines(self, disk: DiskSpace, num_targets: int) -> list[str]:
-        """What to tell a user before it is made."""
+        """Format the forecast for the user."""
         work = self.workload
         about = f" (projected, +-{work.error:.0%})" if work.error else ""
         groups = ", ".join(f"{name} {size_text(size)}" for name, size in self.bytes.items() if size)
@@ -124,7 +124,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Choice:
-    """Another way to cache: the overrides to type, and what it takes."""
+    """Alternative configuration of a cache: its overrides and its size."""
 
     overrides: str
     what_for: str
@@ -132,12 +132,12 @@ class Choice:
 
 
 def count_work(shards: Sequence[ShardPlan], lengths: dict[str, list[int]], rows: int) -> Workload:
-    """The work of planned shards, exactly.
+    """Count the exact workload of planned shards.
 
     Args:
-        shards: of all parts.
+        shards: planned shards of all parts.
         lengths: tokens of every chat, by part.
-        rows: rows of the input.
+        rows: number of input rows.
     """
     batches = [[lengths[plan.part][row] for row in batch] for plan in shards for batch in plan.batches]
     tokens = sum(map(sum, batches))
@@ -145,13 +145,13 @@ def count_work(shards: Sequence[ShardPlan], lengths: dict[str, list[int]], rows:
 
 
 def forecast(spec: TargetSpec, cache: CacheConfig, work: Workload, shards: int | None = None) -> Forecast:
-    """What a cache of that work will be; compression, which is not known before, is left out.
+    """Forecast a cache of the given workload, without compression, whose ratio is not known in advance.
 
     Args:
-        spec: of the target.
-        cache: what is stored.
-        work: counted or projected.
-        shards: their number if it is known; else from the size at which one is closed.
+        spec: the target.
+        cache: what to store.
+        work: counted or projected workload.
+        shards: number of shards, if known; otherwise estimated from `cache.shard_mib`.
     """
     columns = tap_columns(spec, cache)
     kv = {name: column for name, column in columns.items() if name.startswith("kv.")}
@@ -169,7 +169,7 @@ def forecast(spec: TargetSpec, cache: CacheConfig, work: Workload, shards: int |
 
 
 def codec_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list[Choice]:
-    """Every combination of codecs for what is cached now; single columns keep the codec they were given."""
+    """Return every combination of codecs for the configured columns, except those in cache.column_codecs."""
     free = tap_columns(spec, cache).keys() - cache.column_codecs.keys()
     has_kv = any(name.startswith("kv.") for name in free)
     has_hidden = any(name.startswith("hidden.") for name in free)
@@ -186,7 +186,7 @@ def codec_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list[
 
 
 def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list[Choice]:
-    """Fewer columns, for drafters that need less."""
+    """Return subsets of the columns that are enough for certain drafters."""
     last = spec.num_layers - 1
     wanted: list[tuple[str, tuple[int, ...] | None, tuple[int, ...]]] = [
         ("MoA without target layers", cache.kv_layers, (-1,)),
@@ -204,7 +204,7 @@ def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list
         parts = [f"'cache.{key}={_yaml(value)}'" for key, value in changes.items() if value != old[key]]
         try:
             size = forecast(spec, cache.model_copy(update=changes), work).total
-        except ConfigError:  # a column is left out that cache.column_codecs names
+        except ConfigError:  # cache.column_codecs names a column that is left out
             continue
         if parts:
             choices.append(Choice(" ".join(parts), what_for, size))
@@ -212,22 +212,22 @@ def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list
 
 
 def fewer_chats(plan: Forecast, disk: DiskSpace) -> Choice | None:
-    """How many chats fit as they are to be cached; None if not one does."""
+    """Return the number of chats that fits with the current settings; None if none fits or no limit is known."""
     if disk.left is None:
         return None
-    # Another number of chats is another cache: what is written does not count for it.
+    # A different number of chats makes a different cache, so the bytes already written do not count towards it.
     limit = replace(disk, written=0).left or 0
     rows = int(plan.workload.rows * min(1.0, limit * _MAX_CHATS_MARGIN / max(1, plan.total)))
     return Choice(f"chats.max_chats={rows}", "", plan.total * rows // plan.workload.rows) if rows > 0 else None
 
 
 def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace, uri: str) -> None:
-    """Refuse a cache for which there is no disk, before it is begun.
+    """Refuse a cache that does not fit on the disk, before it is begun.
 
     A projection is refused only if even its lower end does not fit.
 
     Raises:
-        ConfigError: it takes more than cache.max_bytes, or than the file system has; names what would fit.
+        ConfigError: it exceeds cache.max_bytes or the free space of the file system; names alternatives that fit.
     """
     total = int(plan.total * (1 - plan.workload.error))
     if disk.fits(total):
@@ -247,7 +247,7 @@ def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskS
 
 def _fitting(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace) -> Iterator[Choice]:
     fresh = replace(disk, written=0)
-    codecs: dict[int, Choice] = {}  # fp8 and int8 take the same
+    codecs: dict[int, Choice] = {}  # by size: fp8 and int8 take the same
     for choice in codec_choices(spec, cache, plan.workload):
         codecs.setdefault(choice.bytes, choice)
     fitting = [size for size in sorted(codecs, reverse=True) if size < plan.total and fresh.fits(size)]

@@ -1,4 +1,4 @@
-"""`pipelines.cache_activations plan`: what a cache would take, from a sample, without writing anything."""
+"""Implements `pipelines.cache_activations plan`: forecasts a cache from a sample, without writing anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,27 +30,27 @@ from moray.targets.spec import TargetConfig, TargetSpec, resolve_folder
 
 @dataclass(frozen=True)
 class Workers:
-    """Who shares the work."""
+    """Target replicas that share the work."""
 
     num_targets: int
     threads: int
-    """Of each."""
+    """Torch threads per replica."""
     need_gpu: bool
-    """Without a GPU here, the time is left out."""
+    """Whether replicas run on GPUs; if this machine has none, the duration is left out."""
 
 
 def print_plan(
     output: str, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, workers: Workers, console: Console
 ) -> None:
-    """Project a cache from a few hundred chats, and print it beside everything that could be cached instead.
+    """Forecast a cache from a few hundred chats, and print it beside all alternatives.
 
-    A target of which only the configuration and the tokenizer are here will do; how long it takes is then left out.
+    The target's configuration and tokenizer are enough; without its weights, the duration is left out.
 
     Args:
-        output: where the cache would be; its free space counts.
-        target: whose activations.
-        chats: of what.
-        cache: what is stored.
+        output: location of the cache, whose free space is measured.
+        target: target whose activations are cached.
+        chats: chats to cache.
+        cache: what to store.
         workers: replicas of the target.
         console: where to print.
     """
@@ -62,7 +62,7 @@ def print_plan(
     plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
     disk = measure_disk_space(store, cache)
     added = columns_to_add(store, wanted.plan().values)
-    shown = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
+    shown = replace(plan, tokens_per_second=None) if added else plan  # the target also runs over written shards
     lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *shown.lines(disk, workers.num_targets)]
     if added:
         lines += _addition_lines(store, wanted, added, plan, workers)
@@ -78,7 +78,7 @@ def print_plan(
 def _addition_lines(
     store: CacheStore, wanted: CacheSpec, added: list[str], plan: Forecast, workers: Workers
 ) -> list[str]:
-    """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
+    """Describe the cost of adding columns to the existing cache, from the exact token counts of its shards."""
     found = scan(store).counting
     addition = plan_addition(store, wanted.plan(), added, found)
     hours = replace(plan, workload=replace(plan.workload, tokens=addition.tokens_left)).hours(workers.num_targets)
@@ -108,7 +108,7 @@ def _add(table: Table, choice: Choice, plan: Forecast, disk: DiskSpace) -> None:
 
 
 def _speed(target: TargetConfig, cache: CacheConfig, sample: Sample, workers: Workers) -> float | None:
-    """Tokens per second of one target on this machine; None where it is not here or not what would do the work."""
+    """Measure the tokens per second of one target here; None if its weights or the required GPU are missing."""
     folder = resolve_folder(target.model, needs_weights=False)
     if not any(folder.glob("*.safetensors")):
         return None

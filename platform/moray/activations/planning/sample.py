@@ -1,4 +1,4 @@
-"""How much text a set of chats is, projected from a few hundred of them. Torch-free, but for the tokenizer's own."""
+"""Projects the number of tokens in a set of chats from a few hundred of them. Torch-free, except for the tokenizer."""
 
 import math
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ _NUM_CHUNKS = 16
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of the chats."""
+    """Tokenised sample of the chats."""
 
     rows: int
-    """Rows that were looked at."""
+    """Rows sampled, unusable ones included."""
     tokens: list[np.ndarray]
-    """Of those that can be used."""
+    """Token ids of each usable chat."""
 
 
 def sample_chats(chunks: Sequence[ChatChunk], tokenizer: ChatTokenizer, max_length: int) -> Sample:
     """Tokenise a few hundred chats, evenly spaced within evenly spaced chunks.
 
     Raises:
-        DataError: none of them can be used.
+        DataError: none of them is usable.
     """
     chosen = [chunks[index] for index in _spaced(len(chunks), _NUM_CHUNKS)]
     rows = 0
@@ -56,15 +56,15 @@ def sample_chats(chunks: Sequence[ChatChunk], tokenizer: ChatTokenizer, max_leng
 
 
 def project(sample: Sample, num_rows: int, cache: CacheConfig) -> Workload:
-    """The work of all rows, as if all were like the sample."""
+    """Extrapolate the workload of all rows from the sample."""
     lengths = np.array([len(tokens) for tokens in sample.tokens])
-    # Chats that cannot be used count as empty ones, so that their number's own chance enters the error.
+    # Unusable chats count as empty, so that the error includes the uncertainty of their number.
     every = np.concatenate([lengths, np.zeros(sample.rows - len(lengths), dtype=lengths.dtype)])
     unseen = max(0.0, 1 - sample.rows / num_rows)
     error = 1.96 * float(every.std()) / math.sqrt(len(every)) / float(every.mean()) * math.sqrt(unseen)
     chats = round(num_rows * len(lengths) / sample.rows)
     tokens = round(num_rows * float(every.mean()))
-    # One part of the usual size, of the sampled chats over and over: batches are cut within parts.
+    # Repeat the sampled chats to fill a part of the usual size, because batches are cut within parts.
     part = np.resize(lengths, min(cache.chats_per_part, chats)).tolist()
     plans = plan_shards("part-00000", part, cache, token_bytes=1)
     batches = [[part[row] for row in batch] for plan in plans for batch in plan.batches]
@@ -73,7 +73,7 @@ def project(sample: Sample, num_rows: int, cache: CacheConfig) -> Workload:
     return Workload(num_rows, chats, tokens, round(padded * scale), max(1, round(len(batches) * scale)), error)
 
 
-def _spaced(number: int, most: int) -> list[int]:
-    """At most `most` of the indices below `number`, evenly spaced."""
-    count = min(number, most)
+def _spaced(number: int, limit: int) -> list[int]:
+    """Return at most `limit` evenly spaced indices below `number`."""
+    count = min(number, limit)
     return [(2 * index + 1) * number // (2 * count) for index in range(count)]

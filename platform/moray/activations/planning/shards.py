@@ -1,4 +1,4 @@
-"""What a cache will hold: its columns, and which chats make which shard. Torch-free."""
+"""Determines the columns of a cache and assigns its chats to shards. Torch-free."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from moray.targets.spec import TargetSpec
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which chats of which part make one shard: rows of the part, batch by batch."""
+    """Chats of one shard, as row indices of its part, batch by batch."""
 
     part: str
     name: str
@@ -21,10 +21,11 @@ class ShardPlan:
 
 
 def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, Column]:
-    """Codec and width of every tap column, in the order they are stored.
+    """Return codec and width of every tap column, in storage order.
 
     Raises:
-        ConfigError: a layer or depth that the target does not have, or a codec for a column that is not stored.
+        ConfigError: the target lacks a layer or depth, no column is selected, or a codec is given for a column that is
+            not stored.
     """
     layers = range(spec.num_layers) if config.kv_layers is None else config.kv_layers
     for layer in layers:
@@ -50,7 +51,7 @@ def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, Column]:
 
 
 def only_columns(config: CacheConfig, names: Iterable[str]) -> CacheConfig:
-    """The same with no tap column but these; what else is stored, and how, stays."""
+    """Return the configuration with only these tap columns; all other settings stay."""
     names = list(names)
     numbers: dict[str, list[int]] = {"kv": [], "hidden": []}
     for name in names:
@@ -62,7 +63,7 @@ def only_columns(config: CacheConfig, names: Iterable[str]) -> CacheConfig:
 
 
 def listed(columns: Iterable[str]) -> str:
-    """The columns' names, of many keys and values the first and the last."""
+    """Join column names for a message; of more than three kv columns, only the first and the last."""
     columns = list(columns)
     kv = [name for name in columns if name.startswith("kv.")]
     kv = [kv[0], "...", kv[-1]] if len(kv) > 3 else kv
@@ -70,15 +71,15 @@ def listed(columns: Iterable[str]) -> str:
 
 
 def plan_shards(part: str, lengths: Sequence[int], config: CacheConfig, token_bytes: int) -> list[ShardPlan]:
-    """Cut a part into batches of similar length and those into shards.
+    """Group the chats of a part into batches of similar length, and the batches into shards.
 
-    Deterministic, so that a resumed job finds the same shards. Padding waste stays small because a batch
-    holds neighbours in length; a chat longer than the budget makes a batch of its own.
+    Deterministic, so that a resumed job finds the same shards. Padding stays small because chats in a batch are
+    neighbours in length; a chat longer than the budget gets a batch of its own.
     """
     order = np.argsort(np.asarray(lengths), kind="stable").tolist()
     batches: list[list[int]] = []
     current: list[int] = []
-    for row in reversed(order):  # longest first: the first of a batch sets its width
+    for row in reversed(order):  # longest first: the first chat of a batch sets its width
         if current and lengths[current[0]] * (len(current) + 1) > config.batch_tokens:
             batches.append(current)
             current = []

@@ -1,1 +1,1 @@
-"""From shards to training batches."""
+"""Reads shards into training batches."""

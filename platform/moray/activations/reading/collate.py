@@ -1,4 +1,4 @@
-"""From rows of cached shards to the tensors of a training batch."""
+"""Collates rows of cached shards into the tensors of a training batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,15 +20,15 @@ _TEXT_BYTES = 5  # a token id and its mask
 
 
 def needed_columns(needs: TapNeeds, columns: Mapping[str, Column], store: CacheStore | None = None) -> list[str]:
-    """The columns that a drafter's batches are made of.
+    """Return the columns that a drafter's batches require.
 
     Args:
-        needs: what the drafter reads.
-        columns: what the cache has.
-        store: the cache, where columns may be added to it.
+        needs: taps that the drafter reads.
+        columns: tap columns of the cache.
+        store: the cache, if columns can be added to it.
 
     Raises:
-        DataError: the cache lacks one; names it, and the command that adds all that it lacks.
+        DataError: the cache lacks a column; names it and, given `store`, the command that adds all missing ones.
     """
     missing = missing_columns(needs, columns)
     if missing:
@@ -42,7 +42,7 @@ def needed_columns(needs: TapNeeds, columns: Mapping[str, Column], store: CacheS
 
 
 def missing_columns(needs: TapNeeds, columns: Mapping[str, Column]) -> list[str]:
-    """The tap columns that a drafter reads and a cache lacks."""
+    """Return the tap columns that a drafter reads but a cache lacks."""
     return [name for name in _tap_columns(needs) if name not in columns]
 
 
@@ -51,13 +51,13 @@ def _tap_columns(needs: TapNeeds) -> list[str]:
 
 
 def bytes_per_token(needs: TapNeeds, columns: Mapping[str, Column]) -> int:
-    """Bytes of one token in the columns that `needed_columns` names, as they are read and travel."""
+    """Return the bytes per token of the columns that `needed_columns` names, as they are read and transferred."""
     taps = [columns[name] for name in needed_columns(needs, columns) if name in columns]
     return sum(tap.bytes_per_token for tap in taps) + _TEXT_BYTES
 
 
 def data_shard_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, data_shard: int = 0) -> DataShardBatch:
-    """Rows of a shard, with the needed columns, to a batch whose taps are decoded on demand, from views."""
+    """Collate rows of a shard, with the needed columns, into a batch whose taps are decoded on demand, from views."""
     return DataShardBatch(
         data_shard,
         collate_text(table),
@@ -67,7 +67,7 @@ def data_shard_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, data
 
 
 def collate(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> TrainBatch:
-    """Rows of a shard, with the needed columns, to one padded batch on the decoder's device."""
+    """Collate rows of a shard, with the needed columns, into one padded batch on the decoder's device."""
     text = collate_text(table)
     return TrainBatch(text.tokens, text.response_mask, text.lengths, _collate_taps(table, needs, decoder)).to(
         decoder.device
@@ -75,7 +75,7 @@ def collate(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> TrainBatch
 
 
 def collate_text(table: pa.Table) -> TrainBatch:
-    """Padded tokens, masks and lengths on the CPU, without taps."""
+    """Collate padded tokens, masks and lengths on the CPU, without taps."""
     pad = _Padding(table, torch.device("cpu"))
     tokens = torch.from_numpy(_flat(table, "tokens").astype(np.int64))
     response = torch.from_numpy(_flat(table, "response_mask").astype(np.bool_))
@@ -89,7 +89,7 @@ def _collate_taps(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> Taps
 
 
 class _Padding:
-    """Spreads the values of chats, one after the other, over rows of equal width."""
+    """Pads the concatenated values of chats to rows of equal width."""
 
     def __init__(self, table: pa.Table, device: torch.device) -> None:
         self.lengths = table.column("num_tokens").to_numpy().astype(np.int64)
@@ -103,7 +103,7 @@ class _Padding:
         return out.index_copy_(0, self._index, values).view(rows, width, *values.shape[1:])
 
     def side_by_side(self, columns: Sequence[Callable[[], Tensor]]) -> Tensor | None:
-        """Columns of equal width, each decoded and at once put in its place."""
+        """Decode columns of equal width one at a time, each directly into its slice of the padded result."""
         rows, width = self._shape
         out = None
         for number, decode in enumerate(columns):

@@ -1,16 +1,16 @@
-"""Which chats of an epoch go together.
+"""Plans the batches of an epoch.
 
-An epoch is planned for a fixed number of data shards. One update takes one batch of every data shard, whichever worker
-computes it:
+An epoch is planned for a fixed number of data shards. One update takes one batch of every data shard, regardless of
+which worker computes it:
 
     update        0    1    2    3
     data shard 0  b00  b01  b02  b03      worker 0 of 2
     data shard 1  b10  b11  b12  b13      worker 1 of 2
     data shard 2  b20  b21  b22  b23      worker 0 of 2, after b0x
 
-So gradient accumulation and another number of workers change who computes what, and no update. Planning needs
-chat lengths only: the number of updates is known before the first byte is read, a run resumes at any of them
-without replaying the ones before, and every worker computes the same plan.
+Gradient accumulation and the number of workers therefore change which worker computes what, but not the updates.
+Planning needs only chat lengths: the number of updates is known before the first byte is read, a run resumes at any
+update without replaying earlier ones, and every worker computes the same plan.
 """
 
 import heapq
@@ -20,18 +20,18 @@ from dataclasses import dataclass, replace
 
 _POOL_BATCHES = 16
 _MAX_PADDING = 0.08
-"""Of one batch, at most: a whole epoch has far less."""
+"""Maximum fraction of padding in one batch; over a whole epoch it is far smaller."""
 
 _RowGroup = tuple[str, int, list[int]]
-"""Shard, index in it, and the lengths of its chats."""
+"""Shard name, index within the shard, and lengths of the row group's chats."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Row groups that are read together, and the batches they are mixed into.
+    """Row groups that are read together, and the batches that mix them.
 
-    `batches` holds rows of the concatenated row groups, `num_rows` in all; `first_step` is the step of the
-    first batch.
+    `batches` holds row indices into the concatenated row groups, which have `num_rows` rows; `first_step` is the step
+    of the first batch.
     """
 
     row_groups: list[tuple[str, int]]
@@ -39,18 +39,18 @@ class Window:
     batches: list[list[int]]
     first_step: int
     num_tokens: int = 0
-    """Of all rows: what is read."""
+    """Tokens of all rows, which are all read."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One data shard's batches of one epoch."""
+    """Batches of one data shard in one epoch."""
 
     windows: list[Window]
     num_steps: int
 
     def after(self, step: int) -> "EpochPlan":
-        """What is left when `step` steps are done."""
+        """Return the plan without its first `step` steps."""
         windows = []
         for window in self.windows:
             done = max(0, step - window.first_step)
@@ -59,7 +59,7 @@ class EpochPlan:
         return EpochPlan(windows, self.num_steps)
 
     def before(self, step: int) -> "EpochPlan":
-        """What there is until `step` steps are done."""
+        """Return the first `step` steps of the plan."""
         windows = [
             replace(window, batches=window.batches[: step - window.first_step])
             for window in self.windows
@@ -78,19 +78,19 @@ def plan_epoch(
 ) -> list[EpochPlan]:
     """Plan one epoch for all data shards.
 
-    Row groups are shuffled and dealt so that data shards hold nearly equal token counts. Each data shard takes a pool
-    of about 16 batches' worth of row groups at a time and cuts it into windows (one, unless `window_tokens` is less) of
-    row groups of similar length; a window is cut by length into batches of at most `batch_tokens` (padding included) of
-    little padding; windows and batches are shuffled. All data shards make the same number of steps: where one has fewer
-    batches, its largest are cut in two.
+    Row groups are shuffled and distributed so that data shards hold nearly equal token counts. Each data shard takes
+    pools of row groups, each worth about 16 batches, and cuts a pool into windows of row groups of similar length (one
+    window, unless `window_tokens` is smaller than the pool). A window is cut by length into batches with little padding
+    and at most `batch_tokens`, padding included. Windows and batches are shuffled. All data shards make the same number
+    of steps: where one has fewer batches, those with the most chats are cut in two.
 
     Args:
-        shards: lengths of the chats by shard and row group.
-        batch_tokens: per data shard.
-        seed: same seed, same plan.
-        epoch: counts from 0.
-        num_data_shards: how many plans to make.
-        window_tokens: most tokens that a data shard reads at a time, though never less than one row group.
+        shards: chat lengths by shard and row group.
+        batch_tokens: maximum tokens per batch, that is, per data shard and update.
+        seed: the same seed gives the same plan.
+        epoch: number of the epoch, from 0.
+        num_data_shards: number of plans to make.
+        window_tokens: maximum tokens that a data shard reads at a time, but at least one row group.
     """
     rng = random.Random(f"{seed}/{epoch}")
     units = [(name, index, lengths) for name, groups in sorted(shards.items()) for index, lengths in enumerate(groups)]
@@ -110,7 +110,7 @@ def plan_epoch(
     wanted = max(_num_steps(windows) for windows in data_shards)
     for windows in data_shards:
         _cut_in_two(windows, wanted - _num_steps(windows))
-    # Fewer only where a data shard has not enough chats for one in every step.
+    # Fewer than `wanted` only if a data shard has fewer chats than that.
     num_steps = min(_num_steps(windows) for windows in data_shards)
     return [EpochPlan(_number(windows, rng), num_steps).before(num_steps) for windows in data_shards]
 
@@ -120,9 +120,9 @@ def _num_steps(windows: list[Window]) -> int:
 
 
 def _cut_in_two(windows: list[Window], times: int) -> None:
-    """Cut the batch with the most chats in two, that many times or until each holds one.
+    """Cut the batch with the most chats in two, `times` times or until each batch holds one chat.
 
-    Both halves stay in its window.
+    Both halves stay in the batch's window.
     """
     heap = [(-len(batch), i, batch) for i, window in enumerate(windows) for batch in window.batches]
     heapq.heapify(heap)
@@ -138,7 +138,7 @@ def _cut_in_two(windows: list[Window], times: int) -> None:
 
 
 def _number(windows: list[Window], rng: random.Random) -> list[Window]:
-    """Shuffle every window's batches, and say when each window begins."""
+    """Shuffle every window's batches and set the first step of each window."""
     numbered, first_step = [], 0
     for window in windows:
         rng.shuffle(window.batches)
@@ -152,7 +152,7 @@ def _plan_data_shard(
 ) -> list[Window]:
     windows: list[Window] = []
     for pool in _runs(share, pool_tokens):
-        # Alike in length, so that batches of a small window are as full as those of a large one.
+        # Group similar lengths, so that batches of a small window are as full as those of a large one.
         alike = sorted(pool, key=lambda unit: sum(unit[2]) / len(unit[2]))
         pieces = _runs(alike, window_tokens)
         rng.shuffle(pieces)
@@ -164,7 +164,7 @@ def _plan_data_shard(
 
 
 def _runs(units: list[_RowGroup], max_tokens: int) -> list[list[_RowGroup]]:
-    """Cut a list into runs of at most that many tokens, or of one row group that has more."""
+    """Cut a list into runs of at most `max_tokens` tokens; a larger row group is a run of its own."""
     runs: list[list[_RowGroup]] = []
     tokens = 0
     for unit in units:
@@ -179,7 +179,7 @@ def _runs(units: list[_RowGroup], max_tokens: int) -> list[list[_RowGroup]]:
 
 def _cut(lengths: Sequence[int], batch_tokens: int, rng: random.Random) -> list[list[int]]:
     rows = list(range(len(lengths)))
-    rng.shuffle(rows)  # decides among equal lengths
+    rng.shuffle(rows)  # breaks ties between equal lengths
     rows.sort(key=lambda row: lengths[row], reverse=True)
     batches: list[list[int]] = []
     tokens = 0
@@ -194,12 +194,12 @@ def _cut(lengths: Sequence[int], batch_tokens: int, rng: random.Random) -> list[
 
 
 def whole_shards(shards: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """Every shard as one row group: planned from these, a shard's chats are all taken from one window."""
+    """Merge each shard into one row group, so that a plan keeps all chats of a shard in the same window."""
     return {name: [[length for group in groups for length in group]] for name, groups in shards.items()}
 
 
 def by_row_groups(plan: EpochPlan, shards: dict[str, list[list[int]]]) -> EpochPlan:
-    """A plan made of whole shards, in terms of their row groups; rows are counted as before."""
+    """Convert a plan made with `whole_shards` back to row groups; row indices do not change."""
     windows = [
         replace(window, row_groups=[(name, i) for name, _ in window.row_groups for i in range(len(shards[name]))])
         for window in plan.windows

@@ -1,4 +1,4 @@
-"""How often every token occurs in a cache's responses: what a reduced draft vocabulary is chosen by."""
+"""Counts the tokens in a cache's responses, from which a reduced draft vocabulary is chosen."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ _FILE = "token_counts.parquet"
 
 
 def token_counts(store: CacheStore, vocab_size: int) -> Int[np.ndarray, " vocab"]:
-    """Occurrences of each token id in the responses of all cached chats.
+    """Count each token id in the responses of all cached chats.
 
-    Counted once, part after part, and kept beside the cache; later calls read 8 bytes per token id, unless the parts
-    have changed.
+    The parts are counted once, one at a time, and the result is stored in the cache's folder; later calls read 8 bytes
+    per token id, unless the parts have changed.
     """
     sizes = store.sizes("tokens")
     names = sorted(name for name in sizes if name.endswith(".parquet"))

@@ -38,7 +38,10 @@ def steady_part(records: Sequence[RequestRecord], num_streams: int) -> Steady:
     last_start = max(record.start for record in records)
     ends = [record.end for record in records if record.end > last_start]
     if len(records) <= num_streams or not ends or min(ends) <= begun[num_streams - 1]:
-        raise DataError(f"{len(records)} requests keep {num_streams} streams busy for no time: give more num_requests")
+        raise DataError(
+            f"num_requests is {len(records)}, too few to measure {num_streams} concurrent requests: they never all "
+            "run at the same time; give more"
+        )
     begin, end = begun[num_streams - 1], min(ends)
     sizes = ((time, size) for record in records for time, size in zip(record.times, record.sizes, strict=True))
     return Steady(sum(size for time, size in sizes if begin < time <= end), end - begin)

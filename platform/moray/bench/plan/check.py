@@ -106,12 +106,12 @@ def _measure(
     reading prompts, is not timed."""
     prompts = [entry.prompt for entry in entries]
     beside = time_cycles(target, None, None, prompts[:batch], params, _PLAIN_CYCLES)
-    most = [len(entry.tokens) for entry in entries]
-    longest = max(len(prompt) + count for prompt, count in zip(prompts, most, strict=True))
+    lengths = [len(entry.tokens) for entry in entries]
+    longest = max(len(prompt) + count for prompt, count in zip(prompts, lengths, strict=True))
     engine = build_engine(target, drafter, draft.shape, batch, longest)
     texts: dict[int, list[int]] = {number: [] for number in range(len(entries))}
     seconds, cycles = 0.0, 0
-    for each in cycles_of(engine, requests_of(prompts, most, params, [entry.sequence for entry in entries])):
+    for each in cycles_of(engine, requests_of(prompts, lengths, params, [entry.sequence for entry in entries])):
         seconds += each.seconds
         cycles += each.num_rows
         for update in each.updates:
@@ -120,7 +120,7 @@ def _measure(
     slowdown = trimmed_mean([each.seconds for each in beside]) / costs.plain_seconds(batch)
     pairs = zip(texts.values(), entries, strict=True)
     same = all(tuple(text) == entry.tokens for text, entry in pairs if len(entry.tokens) > 1)
-    return _Measured(sum(most) - len(most), seconds, cycles, same, slowdown)
+    return _Measured(sum(lengths) - len(lengths), seconds, cycles, same, slowdown)
 
 
 def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedDrafts, path: str) -> list[Continuation]:

@@ -55,10 +55,10 @@ def build_engine(target: Target, drafter: Drafter | None, shape: AnyShape | None
 
 
 def requests_of(
-    prompts: Sequence[Sequence[int]], most: Sequence[int], params: SamplingParams, sequences: Sequence[int]
+    prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], params: SamplingParams, sequences: Sequence[int]
 ) -> list[Request]:
     """One request for each prompt; `sequences` numbers their noise, as a log does."""
-    each = zip(prompts, most, sequences, strict=True)
+    each = zip(prompts, max_new_tokens, sequences, strict=True)
     return [
         Request(prompt=tuple(prompt), params=params, max_new_tokens=count, sequence=number)
         for prompt, count, number in each

@@ -96,7 +96,10 @@ def check_log(header: LogHeader, target: Target, log: str) -> None:
         MismatchError: names the log.
     """
     if target.spec.fingerprint != header.target:
-        raise MismatchError(f"log '{log}' was written by another target than the one that is given: give that one")
+        raise MismatchError(
+            f"log '{log}' was recorded with another target (fingerprint {header.target}) than `target.model` "
+            f"({target.spec.fingerprint}): give the target that the log was recorded with"
+        )
 
 
 def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:

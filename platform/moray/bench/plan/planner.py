@@ -83,13 +83,13 @@ def predict(costs: CycleCostTable, replayed: ReplayedDrafts, draft: PlannedDraft
     return _row(draft, batch, simulate(costs, draft, batch, replayed.cycles(draft)))
 
 
-def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
+def depths_of(costs: CycleCostTable, drafter: str, max_depth: int) -> Iterable[int]:
     """Depths of chains that have costs.
 
     Raises:
         ConfigError: no depth has costs.
     """
-    found = [depth for depth in range(1, most + 1) if costs.can_draft(drafter, depth)]
+    found = [depth for depth in range(1, max_depth + 1) if costs.can_draft(drafter, depth)]
     if not found:
         raise ConfigError(
             f"costs has no drafts of '{drafter}', or no passes of 2 tokens: measure both, or leave it out of drafters"

@@ -110,8 +110,8 @@ class RecordedRunner:
     ) -> TargetOutput:
         """See `TargetRunner.read`."""
         (new,), (begin,) = tokens, begins
-        places = list(range(begin, begin + len(new)))
-        return self._output(places, [self._next(place) for place in places], hidden_depths)
+        positions = list(range(begin, begin + len(new)))
+        return self._output(positions, [self._next(position) for position in positions], hidden_depths)
 
     def verify(
         self,
@@ -125,11 +125,13 @@ class RecordedRunner:
         (tree,), (length,) = trees, lengths
         text = self._text.tokens
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        places: list[int] = []
+        positions: list[int] = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            place = length if node == 0 else (_NONE if places[parent] == _NONE else places[parent] + 1)
-            places.append(place if place < len(text) and place != _NONE and text[place] == token else _NONE)
-        return self._output(places, [_NONE if place == _NONE else self._next(place) for place in places], hidden_depths)
+            position = length if node == 0 else (_NONE if positions[parent] == _NONE else positions[parent] + 1)
+            is_text = position < len(text) and position != _NONE and text[position] == token
+            positions.append(position if is_text else _NONE)
+        following = [_NONE if position == _NONE else self._next(position) for position in positions]
+        return self._output(positions, following, hidden_depths)
 
     def keep(self, first_row: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """The log holds the accepted tokens."""
@@ -148,11 +150,11 @@ class RecordedRunner:
         assert self.cache.text is not None, "open a text first"
         return self.cache.text
 
-    def _next(self, place: int) -> int:
+    def _next(self, position: int) -> int:
         tokens = self._text.tokens
-        return tokens[place + 1] if place + 1 < len(tokens) else _NONE
+        return tokens[position + 1] if position + 1 < len(tokens) else _NONE
 
-    def _output(self, places: Sequence[int], following: Sequence[int], hidden_depths: Sequence[int]) -> TargetOutput:
-        index = torch.tensor(places, device=self._target.device).clamp(min=0)
+    def _output(self, positions: Sequence[int], following: Sequence[int], hidden_depths: Sequence[int]) -> TargetOutput:
+        index = torch.tensor(positions, device=self._target.device).clamp(min=0)
         last = torch.tensor(following, dtype=torch.float64, device=self._target.device)[None, :, None]
         return TargetOutput(last, {depth: self._text.hidden[depth][index][None] for depth in hidden_depths})

@@ -1,4 +1,4 @@
-"""Evaluates sparse targets: quality of each target on the same chats, and speed of each way to decode, in turn."""
+"""Evaluates sparse targets: quality of each target on the same chats, and speed of each decoding method, in turn."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from moray.bench.loading import first_prompts
 from moray.bench.reports.wording import number, times
 from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.bench.sparse.quality import Quality, measure_quality, read_texts
-from moray.bench.sparse.speed import Way
+from moray.bench.sparse.speed import DecodingMethod
 from moray.bench.specbench import read_questions
 from moray.decoding.engine.node_selection import selector_of
 from moray.decoding.generate import SpeculativeDecoder
@@ -47,11 +47,11 @@ def evaluate_sparse(config: SparseEvaluationConfig, console: Console) -> dict[st
         for name, one in config.targets.items():
             targets[name] = Target.load(one, f"targets.{name}.model")
             progress.advance()
-    ways = _ways(config, targets, first)
+    methods = _methods(config, targets, first)
     quality = _quality(config, targets, first)
     _print_quality(quality, console)
-    _decode(config, ways, first)
-    rows = [way.figures(ways[0]) for way in ways]
+    _decode(config, methods, first)
+    rows = [method.figures(methods[0]) for method in methods]
     _print_rows(rows, console)
     _save_measured(targets, quality)
     return {
@@ -101,9 +101,13 @@ def _save_measured(targets: dict[str, Target], quality: dict[str, Quality]) -> N
                 raise ConfigError(f"targets.{name}: '{target.folder / MEASURED}' {reason}") from None
 
 
-def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer) -> list[Way]:
-    plain = {name: Way(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()}
-    ways = list(plain.values())
+def _methods(
+    config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer
+) -> list[DecodingMethod]:
+    plain = {
+        name: DecodingMethod(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()
+    }
+    methods = list(plain.values())
     for index, row in enumerate(config.rows):
         target = targets[row.target]
         ((name, drafter),) = load_drafters((row.drafter,), target, tokenizer).items()
@@ -114,28 +118,28 @@ def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer:
             assert isinstance(target, SparseTarget)
             auc = load_predictor(target.folder, target.spec, f"rows[{index}].select").auc
         label = f"{row.target} + {name} {row.tree.name}" + (f" {row.select}" if row.select != "all" else "")
-        ways.append(Way(label, row.target, target, decoder, plain[row.target], auc))
-    return ways
+        methods.append(DecodingMethod(label, row.target, target, decoder, plain[row.target], auc))
+    return methods
 
 
-def _decode(config: SparseEvaluationConfig, ways: list[Way], tokenizer: ChatTokenizer) -> None:
+def _decode(config: SparseEvaluationConfig, methods: list[DecodingMethod], tokenizer: ChatTokenizer) -> None:
     questions = read_questions(config.questions, config.num_questions)
-    room = min(way.target.spec.max_positions for way in ways) - config.max_new_tokens
+    room = min(method.target.spec.max_positions for method in methods) - config.max_new_tokens
     prompts = first_prompts(questions, tokenizer, room, config.questions)
-    for way in ways:  # not measured: kernels, costs of adaptive trees
-        way.decoder.generate(prompts[0], way.params, 8, tokenizer.eos_ids)
-    with Progress("decode", len(ways) * len(prompts) * config.rounds) as progress:
+    for method in methods:  # not measured: kernels, costs of adaptive trees
+        method.decoder.generate(prompts[0], method.params, 8, tokenizer.eos_ids)
+    with Progress("decode", len(methods) * len(prompts) * config.rounds) as progress:
         for turn in range(config.rounds):
             for index, prompt in enumerate(prompts):
-                order = ways if turn == 0 else _plain_first(ways[:: -1 if turn % 2 else 1])
-                for way in order:
-                    way.answer(index, prompt, config.max_new_tokens, tokenizer.eos_ids)
+                order = methods if turn == 0 else _plain_first(methods[:: -1 if turn % 2 else 1])
+                for method in order:
+                    method.answer(index, prompt, config.max_new_tokens, tokenizer.eos_ids)
                     progress.advance()
 
 
-def _plain_first(ways: list[Way]) -> list[Way]:
+def _plain_first(methods: list[DecodingMethod]) -> list[DecodingMethod]:
     """The same order, but every target alone before its rows with drafters, which are compared with it."""
-    return sorted(ways, key=lambda way: way.plain is not None)
+    return sorted(methods, key=lambda method: method.plain is not None)
 
 
 def _print_quality(quality: dict[str, Quality], console: Console) -> None:

@@ -16,14 +16,14 @@ from moray.targets.sparse.target import PassCounts, SparseTarget
 
 
 @dataclass
-class Way:
+class DecodingMethod:
     """One way to decode, and what it took."""
 
     name: str
     target_name: str
     target: Target
     decoder: SpeculativeDecoder
-    plain: "Way | None" = None
+    plain: "DecodingMethod | None" = None
     """Plain decoding of the same target; None for that itself."""
     predictor_auc: float | None = None
     """Of the predictor that selects nodes, on held-out prompts."""
@@ -76,7 +76,7 @@ class Way:
         """Mean tokens per pass."""
         return self.num_emitted / self.num_cycles if self.num_cycles else 1.0
 
-    def figures(self, dense: "Way") -> dict[str, Any]:
+    def figures(self, dense: "DecodingMethod") -> dict[str, Any]:
         """The row of the table."""
         is_sparse = isinstance(self.target, SparseTarget)
         own, whole = Weights.of(self.target), Weights.of(dense.target)

@@ -1,1 +1,1 @@
-"""Caches and regenerated chats, made and kept on Ray Data."""
+"""Builds and maintains caches, and regenerates chats, on Ray Data."""

@@ -1,12 +1,12 @@
-"""The folder of regenerated chats: parts, what became of each part's rows, and whose folder it is.
+"""Reads and writes a folder of regenerated chats: parts, a summary of each part's rows, and the plan of the folder.
 
-    run.yaml            where it all comes from
-    plan.yaml           what the parts were made with: another plan is refused here
+    run.yaml            provenance of the folder
+    plan.yaml           settings that determine the parts; a different plan is refused
     part-00000.jsonl    chats, in UltraChat's schema
-    part-00000.yaml     the part counts; how many rows were bad, dropped, cut
-    summary.yaml        the same over all parts: nothing is missing
+    part-00000.yaml     makes the part count; numbers of bad, dropped and cut rows
+    summary.yaml        the same over all parts; written once none is missing
 
-A reader of the folder as chats sees the .jsonl files alone: all else is YAML.
+Readers of the folder as chats see only the .jsonl files: everything else is YAML.
 """
 
 import json
@@ -26,51 +26,51 @@ AGAIN = "run the same command again: what is finished stays"
 
 
 class AnsweredChat(TypedDict):
-    """A line of a part: a chat in UltraChat's schema."""
+    """One line of a part: a chat in UltraChat's schema."""
 
     prompt: str
-    """The first question."""
+    """First question."""
     prompt_id: str
-    """As `uid`, for readers that know no uid."""
+    """Same as `uid`, for readers that do not know `uid`."""
     messages: list[Message]
     uid: str
-    """Of the source row."""
+    """Unique id of the source row."""
     finish_reasons: list[str]
-    """Of every answer: "eos" or "length"."""
+    """Finish reason of every answer: "eos" or "length"."""
 
 
 class AnswerSummary(Record):
-    """part-NNNNN.yaml: what became of the rows of one part."""
+    """part-NNNNN.yaml: summary of the rows of one part."""
 
     rows: int
-    """Read, bad ones included."""
+    """Rows read, bad ones included."""
     chats: int
-    """Kept."""
+    """Chats kept."""
     bad: int
     bad_rows: list[str]
-    """The first of the bad rows, and what is wrong with each."""
+    """First bad rows, each with its error."""
     dropped: dict[str, int]
-    """Chats by why nothing of them is kept: too_long (no room for a question and its answer), truncated (an answer was
-    cut off and `keep_truncated` is false), empty (no answer with text in it), without_question."""
+    """Dropped chats by reason: too_long (no room for a question and its answer), truncated (an answer was cut off and
+    `keep_truncated` is false), empty (no answer with text in it), without_question."""
     shortened: dict[str, int]
-    """Chats that ended before their last question, by why: too_long or truncated."""
+    """Chats that ended before their last question, by reason: too_long or truncated."""
     finish_reasons: dict[str, int]
-    """Kept answers by how they ended."""
+    """Kept answers by finish reason."""
     tokens: int
-    """Generated."""
+    """Generated tokens."""
 
 
 class AnswerStore(CacheStore):
-    """Regenerated chats, by URI or path. Picklable."""
+    """Folder of regenerated chats, by URI or path. Picklable."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AnswerStore, (self.uri,)
 
     def begin(self, plan: Mapping[str, object], run_yaml: str) -> None:
-        """Start, or go on with what was started with the same plan; clears what a kill left half-written.
+        """Start a folder, or resume one with the same plan; delete the half-written files of a killed process.
 
         Raises:
-            MismatchError: other answers are here; the first differing entry and both values are named.
+            MismatchError: the folder has a different plan; names the first differing entry and both values.
         """
         plan = json.loads(json.dumps(plan))
         if self.exists("plan.yaml"):
@@ -87,17 +87,17 @@ class AnswerStore(CacheStore):
             self.put("plan.yaml", yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
 
     def clear_temporary(self) -> int:
-        """Remove files that a killed process left half-written, and counts of attempts; returns how many."""
+        """Delete the half-written files of a killed process, and attempt counts; return the number of files."""
         found = self.names("", (".tmp", ATTEMPTS))
         for name in found:
             self.filesystem.delete_file(self.path(name))
         return len(found)
 
     def summaries(self) -> dict[str, AnswerSummary]:
-        """What became of the rows of every part that counts, by part.
+        """Read the summary of every part that counts, by part.
 
         Raises:
-            DataError: what is noted of a part is damaged.
+            DataError: a summary is damaged.
         """
         names = [name for name in self.names("", ".yaml") if name.startswith("part-")]
         return {name.removesuffix(".yaml"): self._read_summary(name) for name in names}
@@ -109,15 +109,15 @@ class AnswerStore(CacheStore):
             raise DataError(f"'{self.uri}/{name}' is damaged: {error}; remove it and {AGAIN}") from None
 
     def write_part(self, name: str, rows: Sequence[AnsweredChat], summary: AnswerSummary) -> None:
-        """Write a part and then make it count."""
+        """Write a part, then its summary, which makes it count."""
         self.put(f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self.put(f"{name}.yaml", yaml.safe_dump(summary.values, sort_keys=False, allow_unicode=True))
 
     def put(self, name: str, text: str) -> None:
-        """Write a file so that it is there whole or not at all.
+        """Write a file atomically.
 
         Raises:
-            DataError: it cannot be written, such as when the disk is full.
+            DataError: the file cannot be written, for example because the disk is full.
         """
         try:
             self.write_text(name, text)
@@ -126,10 +126,10 @@ class AnswerStore(CacheStore):
             raise DataError(f"'{self.uri}/{name}' cannot be written: {reason}; fix that and {AGAIN}") from None
 
     def read_yaml(self, name: str) -> dict[str, object]:
-        """Read one of the YAML files here.
+        """Read one of the folder's YAML files.
 
         Raises:
-            DataError: it is missing or damaged.
+            DataError: the file is missing or damaged.
         """
         try:
             with self.filesystem.open_input_file(self.path(name)) as source:

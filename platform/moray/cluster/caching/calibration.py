@@ -1,4 +1,4 @@
-"""The calibration pass of a cache on Ray: one target runs a few batches before the first shard is written."""
+"""Runs the calibration pass of a cache on Ray: one target runs a few batches before the first shard is written."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,26 +19,26 @@ from moray.targets.spec import TargetConfig
 
 CALIBRATION_FILE = "calibration.json"
 _OLD_FILE = "rehearsal.json"
-"""Its name before version 0.2."""
+"""Name of the calibration file before version 0.2."""
 
 
 def forget_calibration(store: CacheStore) -> None:
-    """Remove the result of the calibration pass: it is of other columns, or of another cache."""
+    """Delete the result of the calibration pass, which describes other columns or another cache."""
     for name in (CALIBRATION_FILE, _OLD_FILE):
         store.delete(name)
 
 
 class CalibrationRecord(Record):
-    """calibration.json: the target's speed and values on a few batches."""
+    """calibration.json: the target's speed and hidden-state RMS on a few batches."""
 
     tokens_per_second: float
-    """That one target encodes."""
+    """Speed of one target, encoding included."""
     hidden_rms: dict[str, float]
     """Root mean square of the hidden states, by column."""
 
 
 def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> CalibrationRecord:
-    """The target's speed and values on a few batches, measured once per cache; as `calibrate_on_ray`."""
+    """Return the target's speed and hidden-state RMS, measured once per cache with `calibrate_on_ray`."""
     file = next((name for name in (CALIBRATION_FILE, _OLD_FILE) if store.exists(name)), None)
     if file is not None and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
         return store.read_record(file, CalibrationRecord)
@@ -51,7 +51,7 @@ def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, captur
 def calibrate_on_ray(
     store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, shards: Sequence[ShardPlan]
 ) -> CalibrationRecord:
-    """Run one target on a few batches; find and store the channels of quantised columns of which the cache has none.
+    """Run one target on a few batches; measure and store the channels that the cache's quantised columns still lack.
 
     Raises:
         DataError: the target produced a value that is not finite.

@@ -1,8 +1,8 @@
-"""Makes the activation cache on Ray Data: chats -> tokenised parts -> shards of activations.
+"""Builds the activation cache on Ray Data: chats -> tokenised parts -> shards of activations.
 
-Two streaming stages with the plan between them. Parts hold only tokens (4 bytes each), so the exact number of tokens,
-shards and bytes is known before the target runs: a cache that does not fit is refused, chats of similar length share a
-batch, and a resumed job knows which shards are missing.
+There are two streaming stages, with planning in between. Parts hold only tokens (4 bytes each), so the exact number of
+tokens, shards and bytes is known before the target runs: a cache that does not fit is refused, chats of similar length
+share a batch, and a resumed job knows which shards are missing.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
-from moray.cluster.caching.disk_full import Goal, told_if_cache_full
+from moray.cluster.caching.disk_full import Goal, cache_full_errors
 from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.rows import Batch, ShardPlanRow, TokensRow, dataset_of, rows_from, rows_of, token_rows
 from moray.cluster.caching.tokenise import tokenise
@@ -38,18 +38,18 @@ from moray.targets.spec import TargetConfig
 def cache_activations(
     output: str, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, capture: CaptureConfig
 ) -> Manifest:
-    """Make or complete the activation cache at `output`, or add columns to it. Needs a Ray session.
+    """Create or complete the activation cache at `output`, or add columns to it. Needs a Ray session.
 
     Raises:
-        ConfigError: it does not fit; nothing has been cached.
-        MismatchError: something else is cached at `output`.
+        ConfigError: the cache does not fit; nothing has been cached.
+        MismatchError: a different cache is at `output`.
         DataError: too many bad rows, or activations that are not finite.
         StorageFullError: the disk is full; the same command resumes once there is space.
     """
     store = CacheStore(output)
     wanted = CacheSpec.of(target, chats, cache)
     wanted.check_disk_space(store)
-    with told_if_cache_full(store) as goal:
+    with cache_full_errors(store) as goal:
         added = _begin_or_resume(store, wanted)
         found = scan(store)
         remove_damaged(store, found)
@@ -74,15 +74,15 @@ def cache_activations(
 def lay_out_cache(
     output: str, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, capture: CaptureConfig, is_kept: bool
 ) -> None:
-    """Tokenise and plan a cache whose shards are made while a drafter trains, if at all. Needs a Ray session.
+    """Tokenise and plan a cache whose activations are computed during training. Needs a Ray session.
 
     Args:
-        output: folder or URI of its plan and tokens, and of its shards if they are kept.
-        target: whose activations they are.
-        chats: to tokenise.
-        cache: which taps to make, and their codecs, which also encode them on their way to a trainer.
-        capture: how many tasks tokenise.
-        is_kept: whether shards will be written; then they must fit.
+        output: folder or URI of the plan and tokens, and of the shards if they are kept.
+        target: target whose activations are computed.
+        chats: chats to tokenise.
+        cache: taps to compute, and their codecs, which also encode them on the way to a trainer.
+        capture: resources of the tokenisers and of the calibration pass.
+        is_kept: whether shards will be written and must therefore fit.
 
     Raises:
         As `cache_activations`.
@@ -91,7 +91,7 @@ def lay_out_cache(
     wanted = CacheSpec.of(target, chats, cache)
     if is_kept:
         wanted.check_disk_space(store)
-    with told_if_cache_full(store) as goal, own_errors():
+    with cache_full_errors(store) as goal, own_errors():
         store.begin_or_resume(wanted.plan().values)
         finish_replaced(store)
         remove_damaged(store, scan(store))
@@ -109,7 +109,7 @@ def lay_out_cache(
 
 
 def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> Manifest | None:
-    """The manifest of a cache to which nothing is missing; None if something is."""
+    """Return the manifest of a complete cache; None if anything is missing."""
     if found.damaged or not store.exists("manifest.json"):
         return None
     try:
@@ -123,17 +123,17 @@ def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> M
 
 
 def _replace_plan(store: CacheStore, plan: PlanRecord) -> None:
-    """Put the plan with the new columns in place, once all shards have them."""
+    """Replace the plan with the one that has the new columns, once all shards have them."""
     for name in (LAYOUT_FILE, "run.yaml"):  # they describe the old columns; the caller writes another run.yaml
         store.delete(name)
     store.write_json("plan.json", plan.values)
 
 
 def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
-    """Begin a cache or go on with it; returns the columns that are to be added to what is there.
+    """Begin or resume a cache; return the columns to add to it.
 
     Raises:
-        MismatchError: something else is cached there.
+        MismatchError: a different cache is there.
     """
     added = columns_to_add(store, wanted.plan().values)
     if added:
@@ -150,8 +150,8 @@ def _check_and_announce(
     """Between the stages: refuse a cache that does not fit, run the calibration pass, and print the forecast.
 
     Raises:
-        ConfigError: the disk or `cache.max_bytes` is too small; a cache without shards is removed again, so that the
-            advice in the message can be followed with the same output.
+        ConfigError: the disk or `cache.max_bytes` is too small; a cache without shards is deleted, so that the advice
+            in the message can be followed with the same output.
     """
     cache = wanted.cache
     work = count_work(planned.shards, planned.lengths, wanted.rows)
@@ -160,7 +160,7 @@ def _check_and_announce(
     if planned.tokens_of.keys() <= committed:
         return
     disk = measure_disk_space(store, cache)
-    if not committed:  # only text is there, and it can be made again
+    if not committed:  # there is only text, which can be recreated
         disk = replace(disk, written=0)
     try:
         check_fits(wanted.spec, cache, plan, disk, store.uri)
@@ -170,7 +170,7 @@ def _check_and_announce(
         raise
     goal.total = plan.total
     if committed:
-        # It raises if they are lost: new ones would not fit the shards that are there.
+        # Raises if the channels are lost: new ones would not match the existing shards.
         read_channels(store, wanted.columns)
     is_new = not store.exists(FORECAST_FILE)
     plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture).tokens_per_second)
@@ -180,7 +180,7 @@ def _check_and_announce(
 
 
 def _remove_text(store: CacheStore) -> None:
-    """Remove a cache that has no shards yet."""
+    """Delete a cache that has no shards yet."""
     store.filesystem.delete_dir(store.path("tokens"))
     forget_calibration(store)
     for name in (FORECAST_FILE, CHANNELS_FILE, "plan.json"):
@@ -211,7 +211,7 @@ def _run_target(
     capture: CaptureConfig,
     planned: CachePlan,
 ) -> None:
-    """Stage 2: write the shards that are missing."""
+    """Stage 2: write the missing shards."""
     done = scan(store).planned
     missing = [ShardPlanRow(plan) for plan in planned.shards if plan.name not in done]
     if not missing:

@@ -1,4 +1,4 @@
-"""Compaction on Ray Data: every task joins one group of small shards, one row group in memory at a time."""
+"""Compacts a cache on Ray Data: each task joins one group of small shards, one row group in memory at a time."""
 
 from typing import Any, cast
 
@@ -17,19 +17,19 @@ from moray.progress import Progress
 
 
 def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, int]:
-    """Join the small shards of a complete cache; returns the numbers of shards before and after.
+    """Join the small shards of a complete cache; return the numbers of shards before and after.
 
-    Killed at any instant, the same call goes on. No training run may be reading when it ends: the old shards are
-    removed once the new manifest is in place.
+    If it is killed at any time, the same call resumes. No training run may be reading when it ends: the old shards are
+    deleted once the new manifest is in place.
 
     Args:
         output: path or URI of the cache.
-        shard_mib: largest size of a joined shard; None for the size that the cache was planned with.
-        num_tasks: shards written at once.
+        shard_mib: maximum size of a joined shard; None for the size with which the cache was planned.
+        num_tasks: number of shards to write in parallel.
 
     Raises:
-        DataError: the cache is unfinished, or columns are being added to it.
-        DamagedError: a shard is damaged; nothing that was there is touched.
+        DataError: the cache is unfinished, columns are being added to it, or a shard cannot be read.
+        DamagedError: a shard is damaged; existing shards are unchanged.
     """
     store = CacheStore(output)
     manifest = read_manifest(store)
@@ -51,14 +51,14 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
         found = scan(store)
     if manifest.shards != found.counting:
         manifest = write_manifest(store, manifest.chats)
-    # Only now: until here readers had the old manifest.
+    # Only now: until here, readers used the old manifest.
     remove_superseded(store, found.superseded)
     return before, len(manifest.shards)
 
 
 def _join_all(store: CacheStore, groups: list[list[str]], compression: str, num_tasks: int) -> None:
     dataset = dataset_of([GroupRow(group) for group in groups]).map_batches(
-        cast(Any, _join),  # Ray's own types leave functions with further arguments out
+        cast(Any, _join),  # Ray's type stubs omit functions with further arguments
         fn_args=(store, compression),
         batch_size=1,
         num_cpus=1,

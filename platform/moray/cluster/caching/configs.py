@@ -1,4 +1,4 @@
-"""How a cache is made in parallel. Imports neither ray nor torch."""
+"""Configures the processes that build a cache. Imports neither ray nor torch."""
 
 from pydantic import Field
 
@@ -6,12 +6,12 @@ from moray.config import Config
 
 
 class CaptureConfig(Config):
-    """How the cache is made in parallel."""
+    """Processes that build the cache, and their resources."""
 
     num_tokenisers: int = Field(default=1, ge=1)
-    """Processes that read and tokenise chats."""
+    """Number of processes that read and tokenise chats."""
     num_targets: int = Field(default=1, ge=1)
-    """Target replicas, one actor each."""
+    """Number of target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)
     """Logical CPUs of each target replica."""
     gpus_per_target: float = Field(default=0.0, ge=0)

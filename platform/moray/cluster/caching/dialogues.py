@@ -1,4 +1,4 @@
-"""Chats whose questions the target answers itself, turn by turn, many at a time. Knows neither Ray nor files."""
+"""Has the target answer the questions of chats, turn by turn, many chats at a time. Knows neither Ray nor files."""
 
 import hashlib
 from collections import Counter
@@ -20,27 +20,27 @@ _PREFILL_TOKENS = 4096
 
 
 class Dialogue:
-    """One chat: what its user asks and what the target has answered so far.
+    """One chat: its user's questions and the target's answers so far.
 
-    Of the chat's own answers nothing is kept: where the target's cannot go on, the chat ends.
+    The chat's original answers are discarded: if the target cannot continue, the chat ends.
     """
 
     def __init__(self, chat: Chat, max_turns: int | None) -> None:
         self.uid = chat.uid
         self.messages: list[Message] = []
-        """All that is settled; ends with an answer."""
+        """Completed turns; ends with an answer."""
         self.finish_reasons: list[str] = []
-        """Of every answer: "eos" or "length"."""
+        """Finish reason of every answer: "eos" or "length"."""
         self.num_tokens = 0
         self.cut: str | None = None
-        """Why it ended before its last question: "too_long" or "truncated"."""
+        """Why the chat ended before its last question: "too_long" or "truncated"."""
         self._turns = _turns(chat.messages)[:max_turns]
 
     def next_prompt(self, tokenizer: ChatTokenizer, room: int) -> list[int] | None:
-        """The next question behind everything before it, if there is one and its tokens are at most `room`.
+        """Return the tokens of the chat up to its next question; None if there is none or they exceed `room`.
 
         Raises:
-            DataError: the chat template refuses the chat.
+            DataError: the chat template rejects the chat.
         """
         if not self._turns or self.cut is not None:
             return None
@@ -51,25 +51,25 @@ class Dialogue:
         return prompt
 
     def take(self, tokens: list[int], is_whole: bool, tokenizer: ChatTokenizer, keep_truncated: bool) -> None:
-        """Settle the question that was asked last, with its answer."""
+        """Append the last question and its answer; end the chat if the answer is cut off and must not be kept."""
         self.num_tokens += len(tokens)
         text = tokenizer.decode(tokens)
         if not is_whole:
             if not keep_truncated:
                 self.cut = "truncated"
                 return
-            text = text.rstrip("\ufffd")  # half a character
+            text = text.rstrip("\ufffd")  # an incomplete character
         self.messages += [*self._turns.pop(0), Message(role="assistant", content=text)]
         self.finish_reasons.append("eos" if is_whole else "length")
 
     @property
     def next_turn(self) -> list[Message]:
-        """What is asked next."""
+        """Messages of the next turn; empty if there is none."""
         return self._turns[0] if self._turns else []
 
     @property
     def row(self) -> AnsweredChat:
-        """The line that is written of it."""
+        """Line to write for the chat."""
         return {
             "prompt": next(message["content"] for message in self.messages if message["role"] == "user"),
             "prompt_id": self.uid,
@@ -80,7 +80,7 @@ class Dialogue:
 
     @property
     def lack(self) -> str | None:
-        """Why there is nothing to keep of it."""
+        """Why the chat is dropped; None if it is kept."""
         if any(message["role"] == "assistant" and message["content"].strip() for message in self.messages):
             return None
         return self.cut or ("empty" if self.messages else "without_question")
@@ -93,7 +93,7 @@ def answer_chats(
     eos_ids: Collection[int],
     config: RegenerateConfig,
 ) -> tuple[list[AnsweredChat], AnswerSummary]:
-    """Answer the chats of one part; returns the rows to write, in order, and what became of all of them."""
+    """Answer the chats of one part; return the rows to write, in order, and a summary of all rows."""
     bad = [str(row) for row in rows if isinstance(row, BadRow)]
     dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
     context = min(config.max_length, target.spec.max_positions)
@@ -126,7 +126,7 @@ def answer_chats(
             number = engine.submit(request)
             asked[number], answers[number] = dialogue, []
 
-    for dialogue in sorted(dialogues, key=_num_characters, reverse=True):  # neighbours of about the same length
+    for dialogue in sorted(dialogues, key=_num_characters, reverse=True):  # neighbours have about the same length
         ask(dialogue)
     while engine.is_busy:
         for update in engine.step():
@@ -151,12 +151,12 @@ def answer_chats(
 
 
 def _num_characters(dialogue: Dialogue) -> int:
-    """Of its next question and what comes before it."""
+    """Return the number of characters in the dialogue's next turn."""
     return sum(len(message["content"]) for message in dialogue.next_turn)
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Every user turn with what comes before it since the last one, answers left out."""
+    """Return every user turn with the messages since the last one, without answers."""
     turns: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
@@ -167,5 +167,5 @@ def _turns(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _sequence(uid: str, turn: int) -> int:
-    """A number of its own for the noise of every answer."""
+    """Return the number that selects the noise of one answer, different for each."""
     return int.from_bytes(hashlib.sha256(f"{uid}#{turn}".encode()).digest()[:7], "big")

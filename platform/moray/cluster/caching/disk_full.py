@@ -1,4 +1,4 @@
-"""A cache whose disk fills up in the middle: everything ends, nothing half-written stays, and the user knows why."""
+"""Handles a disk that fills up during caching: ends everything, deletes half-written files and tells the user why."""
 
 import time
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass
 class Goal:
-    """How many bytes the cache is to have, once that is known."""
+    """Expected total bytes of the cache; None until known."""
 
     total: int | None = None
 
 
 @contextmanager
-def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
-    """Say how much is written and how much is missing when there is no room left; clear what is half-written.
+def cache_full_errors(store: CacheStore) -> Iterator[Goal]:
+    """If the disk is full, delete half-written files and report how much is written and how much is missing.
 
     Raises:
-        StorageFullError: in place of one that was raised in the block by this process or by any of its actors.
+        StorageFullError: in place of one raised in the block by this process or any of its actors.
     """
     goal = Goal()
     try:
@@ -46,7 +46,7 @@ def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
 
 
 def _clear(store: CacheStore) -> None:
-    """Remove half-written files until none comes any more: other actors are about to end, but may write until then."""
+    """Delete half-written files until no new ones appear: other actors are about to end, but may write until then."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     quiet = 0
     while quiet < 3 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Columns added to a cache on Ray Data: every actor holds one target and writes shard after shard anew."""
+"""Adds columns to a cache on Ray Data: each actor holds one target and rewrites shard after shard."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,20 +25,20 @@ from moray.targets.spec import TargetConfig
 def add_columns(
     store: CacheStore, wanted: CacheSpec, planned: CachePlan, added: list[str], capture: CaptureConfig, goal: Goal
 ) -> None:
-    """Give the shards that are there the columns that they lack.
+    """Add the missing columns to the existing shards.
 
-    Killed at any instant, the same call goes on; meanwhile the cache is read with its old columns.
+    If it is killed at any time, the same call resumes; until it is done, the cache can be read with its old columns.
 
     Args:
         store: the cache.
-        wanted: what it is to hold.
-        planned: its shards as they were cut.
-        added: columns that its plan does not name yet.
-        capture: how many targets share the work.
-        goal: learns how large the cache will be.
+        wanted: requested contents of the cache.
+        planned: the cache's shards as they were cut.
+        added: columns that the cache's plan does not name yet.
+        capture: number and resources of the targets.
+        goal: receives the expected size of the cache.
 
     Raises:
-        ConfigError: there is not enough room; nothing has been changed.
+        ConfigError: there is not enough space; nothing has been changed.
         DataError: a shard is damaged, or activations are not finite.
     """
     plan, found = wanted.plan(), scan(store)
@@ -49,7 +49,7 @@ def add_columns(
     check_addition_fits(addition, replace(disk, reserve=disk.reserve + addition.largest * num_targets), store.uri)
     goal.total = disk.written + addition.bytes
     if not is_begun(store, plan, added):
-        forget_calibration(store)  # of the old columns alone
+        forget_calibration(store)  # it describes only the old columns
         calibrated = calibration(store, wanted, planned, capture)
         work = count_work(planned.shards, planned.lengths, wanted.rows)
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))

@@ -1,10 +1,10 @@
-"""On-policy chats on Ray Data: the target answers every user turn itself.
+"""Regenerates chats on-policy on Ray Data: the target answers every user turn itself.
 
-A drafter is judged on the target's own text, so that is what it should learn from. One part per chunk of the input,
-written whole or not at all; a killed job goes on with the parts that are missing.
+A drafter is judged on the target's own text, so that is what it should learn from. Each chunk of the input becomes one
+part, written atomically; a killed job resumes with the missing parts.
 
-The engine decodes without a drafter: its passes are over many sequences, where drafts do not pay on the machines that
-were measured, and usually no drafter exists yet.
+The engine decodes without a drafter: its batches hold many sequences, where drafting does not pay off on the machines
+that were measured, and usually no drafter exists yet.
 """
 
 import json
@@ -32,7 +32,7 @@ from moray.text import ChatTokenizer
 
 
 class AnswerTotal(TypedDict):
-    """summary.yaml: the counts of all parts together, each as in `AnswerSummary`."""
+    """summary.yaml: counts over all parts, each as in `AnswerSummary`."""
 
     rows: int
     chats: int
@@ -44,13 +44,13 @@ class AnswerTotal(TypedDict):
 
 
 def regenerate(config: RegenerateConfig) -> AnswerTotal:
-    """Answer all chats of `config.chats` with the target; returns counts over all parts. Needs a session.
+    """Answer all chats of `config.chats` with the target; return counts over all parts. Needs a Ray session.
 
     Raises:
-        ConfigError: answers may be so long that no question fits beside them.
+        ConfigError: `max_new_tokens` leaves no room for a question.
         MismatchError: the folder holds answers of another target or configuration.
-        DataError: more bad rows than `config.chats.max_bad_rows`, a part over which target replicas die, or a file
-            that cannot be written.
+        DataError: there are more bad rows than `config.chats.max_bad_rows`, target replicas die over a part, or a file
+            cannot be written.
     """
     store = AnswerStore(config.output if "://" in config.output else str(Path(config.output).absolute()))
     context = min(config.max_length, read_spec(config.target.model).max_positions)
@@ -80,7 +80,7 @@ def regenerate(config: RegenerateConfig) -> AnswerTotal:
 def _answer_missing(
     config: RegenerateConfig, store: AnswerStore, chunks: Mapping[str, ChatChunk], summaries: dict[str, AnswerSummary]
 ) -> None:
-    """Answer the parts that have no summary yet, and add theirs."""
+    """Answer the parts that have no summary yet, and add their summaries."""
     missing = [ChunkRow(name, chunk) for name, chunk in chunks.items() if name not in summaries]
     dataset = dataset_of(missing).map_batches(
         _Answerer,
@@ -136,19 +136,19 @@ class _Answerer:
         return summary
 
 
-def _check_bad_rows(summaries: Mapping[str, AnswerSummary], most: int) -> None:
-    """Over all parts, those of earlier invocations included."""
+def _check_bad_rows(summaries: Mapping[str, AnswerSummary], max_bad_rows: int) -> None:
+    """Raise if there are too many bad rows over all parts, those of earlier runs included."""
     num_bad = sum(summary.bad for summary in summaries.values())
-    if num_bad > most:
+    if num_bad > max_bad_rows:
         first = next(line for name in sorted(summaries) for line in summaries[name].bad_rows)
         raise DataError(
-            f"{num_bad} bad rows, chats.max_bad_rows allows {most}; the first: {first}; allow more and {AGAIN}, or "
-            "fix the file and start again"
+            f"{num_bad} bad rows, chats.max_bad_rows allows {max_bad_rows}; the first: {first}; allow more and "
+            f"{AGAIN}, or fix the file and start again"
         )
 
 
 def _total(summaries: Mapping[str, AnswerSummary]) -> AnswerTotal:
-    """The counts of all parts together."""
+    """Return the counts over all parts."""
     parts = list(summaries.values())
     return {
         "rows": sum(part.rows for part in parts),
@@ -162,7 +162,7 @@ def _total(summaries: Mapping[str, AnswerSummary]) -> AnswerTotal:
 
 
 def _sums(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Counts of several parts added up, by name."""
+    """Add up the counts of several parts, by name."""
     total: Counter[str] = Counter()
     for part in counts:
         total.update(part)

@@ -10,25 +10,25 @@ from moray.targets.spec import TargetConfig
 
 
 class AnswerSampling(Config):
-    """How the target's answers are drawn. A text depends on the seed and its source row, on nothing else."""
+    """Sampling of the target's answers. Each text depends only on the seed and its source row."""
 
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_k: int = Field(default=0, ge=0)
-    """Number of likeliest tokens that are drawn from; 0 for every token."""
+    """Number of most likely tokens to sample from; 0 for all tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Share of the probability, likeliest tokens first, that is drawn from; 1 for every token."""
+    """Probability mass of the most likely tokens to sample from; 1 for all tokens."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed for sampling."""
 
     @property
     def params(self) -> SamplingParams:
-        """As decoding reads it."""
+        """The same settings as decoding parameters."""
         return SamplingParams(**self.model_dump())
 
 
 class RegenerateConfig(Config):
-    """Which chats the target answers anew, and how."""
+    """Chats that the target regenerates, and the settings for it."""
 
     target: TargetConfig
     chats: ChatsConfig
@@ -36,22 +36,22 @@ class RegenerateConfig(Config):
     """Folder or URI of the JSON Lines parts; chats.path of pipelines.cache_activations reads it."""
     sampling: AnswerSampling = AnswerSampling()
     max_new_tokens: int = Field(default=512, ge=1)
-    """Most tokens of one answer."""
+    """Maximum tokens per answer."""
     max_length: int = Field(default=2048, ge=2)
-    """Most tokens of a prompt and max_new_tokens together; a chat ends before a question that needs more. A chat whose
-    first question needs more is dropped."""
+    """Maximum prompt tokens plus max_new_tokens; a chat ends before a question that needs more. A chat whose first
+    question needs more is dropped."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Questions of a chat that are answered, from the first on; null for all."""
+    """Number of questions per chat to answer, from the first on; null for all."""
     keep_truncated: bool = True
     """Keep answers that max_new_tokens cut off; false ends the chat before that question. The target wrote no
     end-of-sequence token after such an answer, but a chat template closes it like any other. With false, a chat whose
-    first answer is cut off is dropped, so that short answers remain."""
+    first answer is cut off is dropped, which leaves the short answers."""
     batch_tokens: int = Field(default=16384, ge=64)
-    """Tokens of a target replica's cache; as many chats run at a time as fit with prompt and answer."""
+    """KV cache tokens per target replica; as many chats run at a time as fit with prompt and answer."""
     chats_per_part: int = Field(default=512, ge=1)
-    """Chats that are answered and written together; a kill loses at most one such part per replica."""
+    """Number of chats answered and written together; a kill loses at most one such part per replica."""
     num_targets: int = Field(default=1, ge=1)
-    """Target replicas, one actor each."""
+    """Number of target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)
     """Logical CPUs of each target replica."""
     gpus_per_target: float = Field(default=0.0, ge=0)
@@ -76,7 +76,7 @@ class RegenerateConfig(Config):
 
     @property
     def text_settings(self) -> dict[str, JsonValue]:
-        """What decides the text and its parts; everything else may differ when a run goes on."""
+        """Settings that determine the text and its parts; all others may differ when a run resumes."""
         others = {"target", "output", "batch_tokens", "ray"}
         places = {"num_targets", "cpus_per_target", "gpus_per_target", "threads_per_target"}
         left_out: dict[str, bool | set[str]] = dict.fromkeys(others | places, True)

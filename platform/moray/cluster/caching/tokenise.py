@@ -1,4 +1,4 @@
-"""First stage of a cache, on Ray Data: chats become parts, which hold tokens only (4 bytes each)."""
+"""Tokenises chats into parts on Ray Data, the first stage of a cache. Parts hold only tokens (4 bytes each)."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _KEPT_BAD_ROWS = 20
 
 
 class PartWriter:
-    """Tokenises one chunk of the input into one part."""
+    """Tokenises each chunk of the input into one part."""
 
     def __init__(self, uri: str, target: TargetConfig, max_length: int) -> None:
         self._store = CacheStore(uri)
@@ -33,7 +33,7 @@ class PartWriter:
         return batch_of([PartRow(self.write(row.name, row.chunk)) for row in rows_of(batch, ChunkRow)])
 
     def write(self, name: str, chunk: ChatChunk) -> PartSummary:
-        """Tokenise a chunk and write its part, then what is noted of it: only then does it count."""
+        """Tokenise a chunk and write its part, then the summary, which makes the part count."""
         columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
         bad: list[str] = []
         num_dropped = 0
@@ -75,7 +75,7 @@ def tokenise(
     max_length: int,
     capture: CaptureConfig,
 ) -> dict[str, int]:
-    """Stage 1: write the parts that are missing; return counts over all parts."""
+    """Stage 1: write the missing parts; return counts over all parts."""
     chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(planned)}
     found = find_parts(store)
     for name, reason in found.damaged.items():
@@ -108,12 +108,12 @@ def tokenise(
     return counts
 
 
-def _report_bad_rows(counts: dict[str, int], lines: list[str], most: int) -> None:
+def _report_bad_rows(counts: dict[str, int], lines: list[str], max_bad_rows: int) -> None:
     for line in lines[:_KEPT_BAD_ROWS]:
         print(f"bad row: {line}")
-    if counts["bad"] > most:
+    if counts["bad"] > max_bad_rows:
         raise DataError(
-            f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; "
+            f"{counts['bad']} bad rows, chats.max_bad_rows allows {max_bad_rows}; the first: {lines[0]}; "
             "fix them or raise chats.max_bad_rows"
         )
     if not counts["chats"]:

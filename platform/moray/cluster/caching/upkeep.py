@@ -1,4 +1,4 @@
-"""The commands about a cache that is there: verify, stats, compact. They take the caching command's YAML files."""
+"""Configures the commands for an existing cache (verify, stats, compact), which accept the caching command's YAML."""
 
 import json
 import shlex
@@ -19,54 +19,54 @@ from moray.targets.spec import TargetConfig
 
 
 class ExistingCache(Config):
-    """Which cache; the other keys of the caching command are there so that its YAML files serve here, too."""
+    """Existing cache to use. The other keys of the caching command are accepted so that its YAML files work, too."""
 
     output: str
     """Folder or URI of the activation cache."""
     target: TargetConfig | None = None
-    """Target for a sample that is run again; null for the one that the cache's run.yaml names."""
+    """Target that runs a sample again; null for the one that the cache's run.yaml names."""
     chats: ChatsConfig | None = None
-    """Chats that the caching command reads, named in advice only; null for those in run.yaml."""
+    """Chats that the caching command reads, used only in advice; null for those in run.yaml."""
     cache: CacheConfig = CacheConfig()
     capture: CaptureConfig = CaptureConfig()
     ray: RayConfig = RayConfig()
 
 
 class VerifyCacheConfig(ExistingCache):
-    """What `verify` can be told."""
+    """Settings of `verify`."""
 
     verify: VerifyConfig = VerifyConfig()
 
 
 class CacheStatisticsConfig(ExistingCache):
-    """What `stats` can be told."""
+    """Settings of `stats`."""
 
     batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens of a training batch, padding included, for the padding of an epoch."""
+    """Maximum tokens per training batch, padding included, for computing the padding of an epoch."""
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
 
 
 class CompactCacheConfig(ExistingCache):
-    """What `compact` can be told."""
+    """Settings of `compact`."""
 
     shard_mib: int | None = Field(default=None, ge=1)
-    """Largest size of a joined shard in MiB; null for the size that the cache was planned with."""
+    """Maximum size of a joined shard in MiB; null for the size with which the cache was planned."""
     num_tasks: int = Field(default=2, ge=1)
-    """Shards that are written at once."""
+    """Number of shards to write in parallel."""
 
 
 @dataclass(frozen=True)
 class CacheCommand(Command[AnyConfig]):
-    """A command whose first word may be the cache itself, in place of YAML files."""
+    """Command that accepts the path or URI of a cache in place of YAML files."""
 
     @property
     def usage(self) -> str:
-        """What stands behind the command's name."""
+        """Arguments to show after the command's name."""
         return f"OUTPUT | {super().usage}"
 
     def load(self, words: Sequence[str], name: str = "", description: str = "") -> AnyConfig:
-        """Read the words behind the command's name."""
+        """Parse the arguments after the command's name."""
         pairs = zip(["", *words], words, strict=False)
         settings = [
             f"output={json.dumps(word)}" if _is_place(word) and before != "--json" else word for before, word in pairs
@@ -75,12 +75,13 @@ class CacheCommand(Command[AnyConfig]):
 
 
 def _is_place(word: str) -> bool:
-    """A path or URI of a cache: no option, no YAML file, no override (a key has no slash)."""
+    """Return whether a word is the path or URI of a cache: not an option, a YAML or JSON file, or an override (whose
+    key has no slash)."""
     if word.startswith("-") or word.endswith((".yaml", ".yml", ".json")):
         return False
     return "=" not in word or "/" in word.partition("=")[0]
 
 
 def caching_command(settings: dict[str, object]) -> str:
-    """The command line that completes a cache of these settings (those that differ from the defaults)."""
+    """Return the command line that completes a cache with these settings (those that differ from the defaults)."""
     return shlex.join(["python", "-m", "pipelines.cache_activations", *override_words(settings)])

@@ -1,4 +1,4 @@
-"""The `verify` command: hashes with a bar, a sample run again, what is wrong line by line, repair."""
+"""Implements `verify`: hashes files with a progress bar, runs a sample again, prints each problem, and repairs."""
 
 from typing import Any
 
@@ -13,11 +13,12 @@ from moray.targets.spec import TargetConfig
 
 
 def verify_cache(config: VerifyCacheConfig) -> None:
-    """Check a cache, say what is wrong with it, and un-commit that if asked to. Needs no Ray.
+    """Check a cache, print its problems and, on request, uncommit the damaged files. Needs no Ray.
 
     Raises:
-        DamagedError: something is wrong.
-        ConfigError: a sample is asked for and its target is not known.
+        DamagedError: the cache has problems.
+        DataError: there is no cache, or sampled values differ from the target's.
+        ConfigError: a sample is requested, but its target is unknown or tensor-parallel.
     """
     store, options = CacheStore(config.output), config.verify
     with Progress("verify", unit="MiB") as progress:
@@ -68,7 +69,7 @@ def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findin
 
 
 def _recorded_settings(store: CacheStore) -> dict[str, Any]:
-    """The caching command's configuration, as run.yaml has it; empty where there is none."""
+    """Read the caching command's configuration from run.yaml; empty if there is none."""
     try:
         record = yaml.safe_load(store.read_text("run.yaml"))
     except (DataError, yaml.YAMLError):
@@ -83,19 +84,19 @@ def _recorded_target(store: CacheStore) -> TargetConfig:
         raise ConfigError(
             f"verify.sample_chats needs the target, and '{store.uri}' has no run.yaml that names it; give target.model="
         )
-    # Checked in one process, however it was made.
+    # Always checked in one process, even if several made the cache.
     return TargetConfig.model_validate_json(_as_json(settings | {"tensor_parallel": 1}))
 
 
 def _caching_command(store: CacheStore, config: VerifyCacheConfig) -> str:
-    """The very command that makes again what was removed."""
+    """Return the command that rewrites what was removed."""
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"verify"})
     if config.target is not None and config.chats is not None:
         return caching_command(given)
     recorded = _recorded_settings(store)
     try:
         full = VerifyCacheConfig.model_validate_json(_as_json(recorded | {"output": config.output}))
-    except ValueError:  # pydantic's own: another version's record
+    except ValueError:  # from pydantic: written by another version
         return "the caching command with its configuration again"
     if full.target is None or full.chats is None:
         return "the caching command with its configuration again"

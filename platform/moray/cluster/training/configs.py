@@ -53,13 +53,13 @@ class WorkersConfig(Config):
     twice as much."""
 
     @property
-    def fewest(self) -> int:
+    def min_workers(self) -> int:
         """Workers without which training does not start."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
-    def most(self) -> int:
-        """Workers that are never exceeded."""
+    def max_workers(self) -> int:
+        """Maximum number of workers."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
@@ -69,12 +69,12 @@ class WorkersConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "WorkersConfig":
-        if self.gpus_per_worker < 1 and self.most > 1:
+        if self.gpus_per_worker < 1 and self.max_workers > 1:
             raise ValueError(
                 f"gpus_per_worker is {self.gpus_per_worker} with num_workers {self.num_workers}, whose workers cannot "
                 "share a GPU: give gpus_per_worker=1 or num_workers=1"
             )
-        if not 1 <= self.fewest <= self.most:
+        if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(
                 f"num_workers is {self.num_workers}: give a number from 1, or the fewest and the most as [1, 4]"
             )
@@ -152,10 +152,10 @@ class TrainingConfig(Config):
 
     @model_validator(mode="after")
     def _check_run(self) -> Self:
-        if self.source.type != "disk" and self.source.capture.num_targets < self.workers.most:
+        if self.source.type != "disk" and self.source.capture.num_targets < self.workers.max_workers:
             raise ValueError(
                 f"source.capture.num_targets is {self.source.capture.num_targets}, but every one of "
-                f"{self.workers.most} workers needs a target of its own: give at least workers.num_workers"
+                f"{self.workers.max_workers} workers needs a target of its own: give at least workers.num_workers"
             )
         if self.parallel.type == "deepspeed":
             if self.optim.type != "adamw":

@@ -24,7 +24,7 @@ def run_data_shards(config: TrainingConfig) -> int:
     folder = Path(config.output).absolute()
     is_begun = (folder / RUN_FILE).is_file()
     first = validate(type(config), read_run_yaml(folder)["config"], notice=False) if is_begun else config
-    return first.workers.most * first.train.gradient_accumulation_steps
+    return first.workers.max_workers * first.train.gradient_accumulation_steps
 
 
 def num_workers(config: TrainingConfig) -> int | tuple[int, int]:
@@ -34,7 +34,7 @@ def num_workers(config: TrainingConfig) -> int | tuple[int, int]:
         ConfigError: more workers than data shards, or more than this machine has room for.
     """
     workers, data_shards = config.workers, run_data_shards(config)
-    if workers.fewest > data_shards:
+    if workers.min_workers > data_shards:
         raise ConfigError(
             f"workers.num_workers is {workers.num_workers}, but the run in '{config.output}' began with {data_shards} "
             f"data shards, which is the most workers it can use: give workers.num_workers={data_shards} or less, or "
@@ -44,8 +44,8 @@ def num_workers(config: TrainingConfig) -> int | tuple[int, int]:
         _check_room(config)
         return workers.num_workers
     _check_room(config)
-    most = min(workers.most, data_shards, _room(config))
-    return (workers.fewest, most) if workers.fewest < most else workers.fewest
+    most = min(workers.max_workers, data_shards, _room(config))
+    return (workers.min_workers, most) if workers.min_workers < most else workers.min_workers
 
 
 def _is_fixed(config: TrainingConfig) -> bool:
@@ -57,14 +57,14 @@ def _room(config: TrainingConfig) -> int:
     """Most workers for which there is room, the targets that work beside them included."""
     workers = config.workers
     if not _is_fixed(config):
-        return workers.most
+        return workers.max_workers
     present = ray.cluster_resources()
     fitting = (
         count
-        for count in range(workers.most, workers.fewest, -1)
+        for count in range(workers.max_workers, workers.min_workers, -1)
         if all(amount <= present.get(name, 0) for name, amount in _needs(config, count).items())
     )
-    return next(fitting, workers.fewest)
+    return next(fitting, workers.min_workers)
 
 
 def _needs(config: TrainingConfig, count: int) -> dict[str, float]:
@@ -82,7 +82,7 @@ def _needs(config: TrainingConfig, count: int) -> dict[str, float]:
 def _check_room(config: TrainingConfig) -> None:
     """Refuse workers for which this machine has no room: Ray would wait for them for ever. A cluster may grow."""
     workers, present = config.workers, ray.cluster_resources()
-    needs = _needs(config, workers.fewest)
+    needs = _needs(config, workers.min_workers)
     for name, field in (("GPU", "use_gpu"), ("CPU", "cpus_per_worker")):
         if needs[name] > present.get(name, 0):
             beside = [f"{_READING_CPUS:g} to read with"] if name == "CPU" else []

@@ -1,10 +1,10 @@
-"""Windows of activations that target replicas make while a drafter trains, in place of reading them.
+"""Computes windows of activations with target replicas during training, instead of reading them from a cache.
 
-    stream   nothing is written: every epoch runs the target again, over just the taps that the drafter reads
-    hybrid   a window's missing shards are written whole, then read: later epochs and runs find them
+    stream   writes nothing: every epoch runs the target again, for just the taps that the drafter reads
+    hybrid   writes a window's missing shards whole, then reads them: later epochs and runs find them
 
-Both keep the order, the batches and the format of a cache that is read, so that a consumer of the windows cannot tell
-the difference.
+Both keep the order, the batches and the format of a stored cache, so that a consumer of the windows cannot tell the
+difference.
 """
 
 import uuid
@@ -30,12 +30,12 @@ from moray.targets.spec import TargetConfig
 
 
 def open_source(config: TrainingConfig) -> Manifest:
-    """The cache of a run, or the layout of one that is made on the way.
+    """Read the manifest of a run's cache, or the layout of a cache that is computed during training.
 
-    A hybrid run's cache that is complete may have been compacted since, so its shards are those of its manifest.
+    For a complete cache of a hybrid run, read the manifest, because the cache may have been compacted since.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no manifest or layout.
     """
     store, kind = CacheStore(config.activations), config.source.type
     is_complete = kind == "disk" or (kind == "hybrid" and store.exists("manifest.json"))
@@ -44,34 +44,34 @@ def open_source(config: TrainingConfig) -> Manifest:
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """What a replica that makes windows is told; picklable."""
+    """Settings of a replica that computes windows; picklable."""
 
     store: CacheStore
     target: TargetConfig
     planned: CacheConfig
-    """By which chats were cut into shards."""
+    """Settings by which chats were cut into shards."""
     stored: CacheConfig
-    """The taps that are encoded."""
+    """Settings that select the taps to encode."""
     columns: list[str]
-    """Of a window's table."""
+    """Columns of a window's table."""
     is_kept: bool
     """Whether shards are written."""
     threads: int
-    """Of torch."""
+    """Number of torch threads."""
     stage: str
-    """A name of its own for what counts attempts: other runs may make the same windows now."""
+    """Unique prefix for attempt counts: other runs may compute the same windows at the same time."""
 
 
 @dataclass(frozen=True)
 class LiveTargets:
-    """The target replicas of one training worker: what they run, and on what."""
+    """Target replicas of one training worker, and what they run."""
 
     target: TargetConfig
     source: LiveSource
     num_targets: int
 
     def settings(self, uri: str, needs: TapNeeds, columns: list[str]) -> WindowSettings:
-        """What their replicas are told."""
+        """Return the settings of the replicas."""
         cache, is_kept = self.source.cache, self.source.type == "hybrid"
         return WindowSettings(
             CacheStore(uri),
@@ -86,12 +86,12 @@ class LiveTargets:
 
 
 def only_needed(cache: CacheConfig, needs: TapNeeds) -> CacheConfig:
-    """The same cache with no tap but those that a drafter reads: the others need not be encoded."""
+    """Return the cache settings with only the taps that a drafter reads: the others need not be encoded."""
     return only_columns(cache, [*map(kv_column, needs.kv_layers), *map(hidden_column, needs.hidden_depths)])
 
 
 class LiveWindows:
-    """Holds one target replica and makes windows with it; a Ray actor."""
+    """Ray actor that holds one target replica and computes windows with it."""
 
     def __init__(self, settings: WindowSettings) -> None:
         self._settings = settings
@@ -101,7 +101,7 @@ class LiveWindows:
         self._plans: dict[str, ShardPlan] = {}
 
     def window(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
-        """A window's chats, as `windows.read_window` gives them.
+        """Return a window's chats in the format of `windows.read_window`.
 
         Raises:
             DataError: replicas die over these row groups.
@@ -115,7 +115,8 @@ class LiveWindows:
         return read_window(row_groups, self._store.uri, self._settings.columns)
 
     def _make(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
-        """
+        """Compute a window without storing it.
+
         Raises:
             DataError: replicas die over these row groups.
         """
@@ -133,8 +134,8 @@ class LiveWindows:
 
     @cached_property
     def _writer(self) -> ShardWriter:
-        """Loaded at the first window and not with the actor, so that what is wrong comes back as that window's error:
-        Ray would start an actor again and again whose constructor fails."""
+        """Shard writer, loaded at the first window rather than in the constructor, so that a failure is that window's
+        error: Ray would restart an actor whose constructor fails again and again."""
         import torch
 
         from moray.targets.model import Target
@@ -147,7 +148,7 @@ class LiveWindows:
         return shard_token_bytes(self._store.read_record("plan.json", PlanRecord))
 
     def _plan(self, shard: str) -> ShardPlan:
-        """The plan of one shard; those of one part are made together and kept until another part is asked for."""
+        """Return the plan of one shard; those of one part are made together and kept until another part is needed."""
         part = f"part-{shard.rpartition('-')[0]}"
         if part != self._part:
             lengths = self._store.read_record(f"tokens/{part}.json", PartSummary).lengths

@@ -29,7 +29,7 @@ def run_length(config: TrainingConfig, manifest: Manifest, drafter: Learner) -> 
     """
     needed_columns(drafter.needs, manifest.columns)
     plans = plan_data_shards(
-        config, manifest, drafter.needs, config.workers.most * config.train.gradient_accumulation_steps
+        config, manifest, drafter.needs, config.workers.max_workers * config.train.gradient_accumulation_steps
     )
     total = sum(data_shards[0].num_steps for data_shards in plans)
     return min(total, config.train.max_steps or total)

@@ -59,7 +59,7 @@ def check_validation(config: TrainingConfig) -> None:
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return  # a cluster may grow
     workers, present = config.workers, ray.cluster_resources()
-    beside = 0 if config.validation.every_checkpoints is None else workers.fewest
+    beside = 0 if config.validation.every_checkpoints is None else workers.min_workers
     for name, field, own, taken in (
         ("CPU", "cpus", config.validation.cpus, beside * workers.cpus_per_worker),
         ("GPU", "gpus", config.validation.gpus, beside * workers.resources.get("GPU", 0.0)),
@@ -103,8 +103,8 @@ def validate_checkpoint(checkpoint: ray.train.Checkpoint, config: str, output: s
     assert validation is not None
     torch.set_num_threads(validation.threads)
     # Whatever the target's own settings: GPUs are for the workers.
-    place = {"device": "cuda"} if validation.gpus else {"device": "cpu", "tensor_parallel": 1}
-    target = Target.load(settings.target.model_copy(update=place))
+    overrides = {"device": "cuda"} if validation.gpus else {"device": "cpu", "tensor_parallel": 1}
+    target = Target.load(settings.target.model_copy(update=overrides))
     tokenizer = ChatTokenizer.load(settings.target.model, settings.target.template)
     with checkpoint.as_directory() as folder:
         (drafter,) = load_drafters((folder,), target, tokenizer).values()

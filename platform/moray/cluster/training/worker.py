@@ -1,4 +1,4 @@
-"""What one Ray Train worker does: build, resume, stream its data shards, train, report, save."""
+"""Runs one Ray Train worker: builds, resumes, streams its data shards, trains, reports and saves."""
 
 import shutil
 import tempfile
@@ -43,24 +43,24 @@ RUN_NAME = "train"
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What every worker of a run is told; picklable."""
+    """Settings of every worker of a run; picklable."""
 
     config: TrainingConfig
     output: Path
-    """Absolute folder of the run."""
+    """Absolute path of the run's folder."""
     num_data_shards: int
-    """Of the run, whatever its number of workers now."""
+    """Number of data shards of the run, regardless of its current number of workers."""
     stop_step: int | None
-    """Where training ends for now, if that is before the end of the run."""
+    """Step at which training stops for now, if that is before the end of the run."""
     progress_actor: Any
-    """Handle of the `ProgressActor` that is told how far training is."""
+    """Handle of the `ProgressActor` that receives the progress of training."""
 
 
 def work(loop_config: dict[str, WorkerSettings]) -> None:
-    """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again.
+    """Run one Ray Train worker. Only machine failures are worth a restart: Moray's own errors would recur.
 
     Args:
-        loop_config: Ray Train wants a dictionary; its one key is "settings".
+        loop_config: dictionary, as Ray Train requires, whose only key is "settings".
     """
     settings = loop_config["settings"]
     if ray.get(settings.progress_actor.failure.remote()) is not None:
@@ -68,7 +68,7 @@ def work(loop_config: dict[str, WorkerSettings]) -> None:
     try:
         with own_errors():
             _train(settings)
-    except UnreachableError:  # may answer again
+    except UnreachableError:  # may become reachable again
         raise
     except MorayError as error:
         ray.get(settings.progress_actor.fail.remote(error))
@@ -76,9 +76,9 @@ def work(loop_config: dict[str, WorkerSettings]) -> None:
 
 
 def newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
-    """The whole checkpoint with the most steps below a run's folder, whatever Ray's list of them says.
+    """Return the complete checkpoint with the most steps in a run's folder, regardless of Ray's list of checkpoints.
 
-    Ray copies a checkpoint file by file and lists it afterwards: one that a kill cut short is passed over.
+    Ray copies a checkpoint file by file and lists it afterwards: one that a kill left incomplete is skipped.
     """
     steps = {
         step: folder
@@ -89,13 +89,13 @@ def newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
 
 
 def checkpoint_step(checkpoint: ray.train.Checkpoint) -> int:
-    """Updates made up to a checkpoint."""
+    """Return the number of updates made up to a checkpoint."""
     with checkpoint.as_directory() as folder:
         return int(read_json(Path(folder) / "training.json")["step"])
 
 
 def open_run_trackers(config: TrainingConfig, output: Path, progress_actor: Any) -> list[Sink]:
-    """The trackers that the configuration names, each with the run's settings."""
+    """Open the trackers that the configuration names, each with the run's settings."""
     settings = config.model_dump(mode="json", exclude={"ray", "trackers"})
     return open_trackers(config.trackers, output, settings, progress_actor.warn.remote)
 
@@ -109,7 +109,7 @@ class _Worker:
 
     @property
     def is_first(self) -> bool:
-        """The one that writes for all."""
+        """Whether this worker writes for all."""
         return self.rank == 0
 
 
@@ -128,7 +128,7 @@ def _train(settings: WorkerSettings) -> None:
     parallel, first = _resume(config, drafter, worker, newest)
     if newest is not None and not _is_listed(newest):
         _save(parallel, first, manifest, worker, is_validated(config, first.step))
-        if worker.is_first:  # all have read it: a report waits for everybody
+        if worker.is_first:  # all workers have read it: a report waits for all of them
             shutil.rmtree(newest.path, ignore_errors=True)
     span = _span(plans, config, first, settings.num_data_shards, settings.stop_step)
     reader = Reader(
@@ -155,7 +155,7 @@ def _train(settings: WorkerSettings) -> None:
         if worker.is_first:
             write_record(output, error.record)
         raise DataError(str(error)) from None
-    finally:  # the figures up to an error are those that people need
+    finally:  # the metrics up to an error are the ones that people need
         if writer is not None:
             writer.close()
 
@@ -163,7 +163,7 @@ def _train(settings: WorkerSettings) -> None:
 def _resume(
     config: TrainingConfig, drafter: Learner, worker: _Worker, checkpoint: ray.train.Checkpoint | None
 ) -> tuple[Parallel, Progress]:
-    """Wrap the drafter for training, at a checkpoint or at the beginning."""
+    """Wrap the drafter for training, from a checkpoint or from the beginning."""
     if checkpoint is None:
         return _wrap(config, drafter, worker), Progress()
     with checkpoint.as_directory() as folder:
@@ -173,8 +173,9 @@ def _resume(
 
 
 def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
-    """Whether Ray knows the checkpoint that a run goes on from. Its list lags behind: one that was whole when workers
-    died, or whose list was lost, must be reported again, or it would never be validated and removed."""
+    """Return whether Ray lists the checkpoint from which a run resumes. Its list lags behind: a checkpoint that was
+    complete when workers died, or whose list was lost, must be reported again, or it would never be validated and
+    removed."""
     listed = ray.train.get_checkpoint()
     return listed is not None and Path(listed.path).name == Path(checkpoint.path).name
 
@@ -182,14 +183,14 @@ def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
 def _wrap(config: TrainingConfig, drafter: Learner, worker: _Worker) -> Parallel:
     optimiser = Optimiser(drafter, config.optim, config.schedule)
     if config.parallel.type == "deepspeed":
-        from moray.distill.zero import Zero  # takes seconds, and is asked for by few
+        from moray.distill.zero import Zero  # the import takes seconds, and few need it
 
         return Zero(drafter, optimiser, config.losses, config.train, config.parallel)
     return Replicas(drafter, optimiser, config.losses, config.train)
 
 
 def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _Worker, is_validated_now: bool) -> None:
-    weights, state = parallel.weights(), parallel.state_dict()  # all workers gather what they share
+    weights, state = parallel.weights(), parallel.state_dict()  # all workers take part in gathering shared state
     if not worker.is_first:
         ray.train.report({"step": progress.step})
         return
@@ -204,13 +205,13 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
 
 
 def build_learner(config: TrainingConfig, manifest: Manifest, device_type: str = "cpu") -> Learner:
-    """A freshly initialised drafter: the same on every worker, for the same seed.
+    """Build a freshly initialised drafter, the same on every worker for the same seed.
 
     Raises:
-        DataError: the cache lacks a column that it reads.
+        DataError: the cache lacks a column that the drafter reads.
     """
-    # Where the worker trains, which need not be where `target.device` would look first; and in the format in which it
-    # multiplies, for the projection on the vocabulary is a large part of the work.
+    # Load the head on the worker's device, which need not be the first choice of `target.device`, and in the training
+    # precision, because the projection onto the vocabulary is a large part of the work.
     narrow = {"dtype": config.train.precision} if config.train.precision == "bfloat16" else {}
     target = config.target.model_copy(update={"device": device_type} | narrow)
     head = TargetHead.load(target, config.num_head_layers)
@@ -226,7 +227,7 @@ def build_learner(config: TrainingConfig, manifest: Manifest, device_type: str =
 
 
 def _targets(config: TrainingConfig, worker: _Worker) -> LiveTargets | None:
-    """This worker's share of the targets that make activations on the way."""
+    """Return this worker's share of the targets that compute activations during training; None if a cache is read."""
     if config.source.type == "disk":
         return None
     return LiveTargets(config.target, config.source, config.source.capture.num_targets // worker.num_workers)
@@ -235,7 +236,7 @@ def _targets(config: TrainingConfig, worker: _Worker) -> LiveTargets | None:
 def plan_data_shards(
     config: TrainingConfig, manifest: Manifest, needs: TapNeeds, num_data_shards: int
 ) -> list[list[EpochPlan]]:
-    """Every epoch's plan of every data shard.
+    """Plan every epoch for every data shard.
 
     Raises:
         DataError: a data shard gets no batch.
@@ -268,7 +269,7 @@ def _span(
 
 
 def _updates(plans: list[dict[int, EpochPlan]], span: Span, reader: Reader) -> Iterator[list[DataShardBatch]]:
-    """This worker's batches from `span.first` to the last, epoch after epoch."""
+    """Yield this worker's batches from `span.first` to the last step, epoch after epoch."""
     begin = 0
     for data_shards in plans:
         end = min(begin + next(iter(data_shards.values())).num_steps, span.last_step)

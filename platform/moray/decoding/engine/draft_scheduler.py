@@ -7,6 +7,7 @@ nothing. Keys and values are still in the cache then; each sequence stores its o
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from moray.decoding.engine.draft_source import DraftJob, DraftSource
 from moray.decoding.engine.kv_cache import BatchedKVCache
@@ -24,6 +25,11 @@ from moray.trees.tree import TokenTree
 
 _FEW = 16
 """A sequence with at most this many new tokens is sent in one batch with others."""
+
+
+Refusal = Literal["not worth it", "too few"]
+"""Why the controller wants no drafts: they are not worth their time, or not for only those sequences that have a
+drafter."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,8 @@ class DraftScheduler:
         self._prunes = isinstance(self.shape, AdaptiveShape) and self.shape.breadth > 1
         """Whether trees are cut down to the nodes that are worth verifying."""
         self._needs_scores = needs_scores or self._prunes
-        self._is_wanted = True
-        """Whether the controller wanted drafts when it was last asked."""
-        self._are_too_few = False
-        """Whether the controller wanted drafts, but not for just those sequences that had a drafter."""
+        self._refusal: Refusal | None = None
+        """Why the controller asked for no drafts when it was last asked; None if it asked for some."""
         self._is_behind = False
         """Whether the source first had to be sent many tokens of the sequences that it drafts for now."""
         self._num_requested = self._num_rows = 1
@@ -102,7 +106,7 @@ class DraftScheduler:
     ) -> tuple[DraftPlan | None, list[int]]:
         """What to draft, and for which rows; None to draft nothing."""
         plan = self.controller.plan(num_rows, len(idle))
-        self._is_wanted, self._are_too_few = plan is not None, False
+        self._refusal = "not worth it" if plan is None else None
         if plan is None:
             return None, []
         if self.controller.is_in_trial:  # prefer sequences that already have a drafter, then those it knows best
@@ -113,7 +117,7 @@ class DraftScheduler:
         ready = [row for row in idle if self.source.can_draft(running[row].number)]
         if len(ready) < len(idle) and not self.controller.is_in_trial:  # fewer drafts may call for another plan
             plan = self.controller.plan(num_rows, len(ready))
-            self._are_too_few = plan is None
+            self._refusal = "too few" if plan is None else None
         return plan, ready
 
     def _catch_up_cost(self, sequence: EngineSequence) -> tuple[bool, int]:
@@ -151,21 +155,14 @@ class DraftScheduler:
             if rows and not self._num_under_way(running):
                 self._record_no_draft(len(running))
             return {}
-        numbers = {row: running[row].number for row in plans}
         begin = time.perf_counter()
-        found = self.source.collect([*numbers.values()])
+        drafts = self._wait_for(running, plans)
         seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
         self._num_requested, self._num_rows = len(plans), num_rows
+        # Sequences that were requested together share a plan. Others waited for a drafter, and the deepest plan took
+        # the longest.
         deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
         self.controller.record_draft(deepest, len(plans), num_rows, seconds)
-        self._stats.num_missed += len(plans) - len(found)
-        for row in plans:
-            running[row].requested = None
-        drafts = {
-            row: Draft(found[number], plans[row].num_target_layers)
-            for row, number in numbers.items()
-            if number in found
-        }
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
         self._record_empty(drafts, len(plans))
@@ -174,16 +171,29 @@ class DraftScheduler:
             self.controller.record_untimed_draft(deepest, len(plans))
         return drafts
 
+    def _wait_for(self, running: list[EngineSequence], plans: Mapping[int, DraftPlan]) -> dict[int, Draft]:
+        """The requested drafts that arrive in time, by row; no request is under way afterwards."""
+        numbers = {row: running[row].number for row in plans}
+        found = self.source.collect([*numbers.values()])
+        self._stats.num_missed += len(plans) - len(found)
+        for row in plans:
+            running[row].requested = None
+        return {
+            row: Draft(found[number], plans[row].num_target_layers)
+            for row, number in numbers.items()
+            if number in found
+        }
+
     def _record_overhead(self, begin: float) -> None:
         """Record the time since `begin` as time that plain decoding would not have taken."""
         if self._is_timed:
             self.controller.record_overhead(time.perf_counter() - begin)
 
     def _record_no_draft(self, num_running: int) -> None:
-        """Record a cycle without drafts, if the controller had its say in that."""
-        if not self._is_wanted:
+        """Record a cycle without drafts, if that was the controller's choice."""
+        if self._refusal == "not worth it":
             self.controller.pause(num_running)
-        elif self._are_too_few:
+        elif self._refusal == "too few":
             self.controller.decay(num_running)
 
     def _record_empty(self, drafts: Mapping[int, Draft], num_requested: int) -> None:

@@ -72,7 +72,8 @@ class DraftSource(ABC):
 
     @abstractmethod
     def can_draft(self, number: int) -> bool:
-        """Whether a draft can be requested now."""
+        """Whether a draft can be requested now. Finds a drafter process for the sequence if it has none, and reads
+        the replies that have arrived."""
 
     @abstractmethod
     def num_known(self, number: int) -> int:

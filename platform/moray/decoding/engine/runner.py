@@ -93,9 +93,9 @@ class TargetRunner:
             tokens, seen = tree.tokens[None], tree.ancestors
             return self._pass_of_one(first_row, length, tokens, positions, seen, hidden_depths, chosen)
         stack = stack_trees(trees)
-        most = stack.num_nodes
+        num_nodes = stack.num_nodes
         begins = self.to_device([[length] for length in lengths])
-        num_seen = self._num_seen(max(lengths) + most)
+        num_seen = self._num_seen(max(lengths) + num_nodes)
         mask = _tree_mask(begins, stack.ancestors, num_seen)
         return self._pass(first_row, lengths, stack.tokens, begins + stack.depths, mask, num_seen, hidden_depths)
 
@@ -141,9 +141,9 @@ class TargetRunner:
         moved = [row for row, path in enumerate(paths) if path and path[-1] != len(path)]
         if not moved:
             return
-        most = 1 + max(len(paths[row]) for row in moved)
+        longest = 1 + max(len(paths[row]) for row in moved)
         # Slots after a path keep their contents: they are overwritten before they are read.
-        nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
+        nodes = [[0, *paths[row], *range(1 + len(paths[row]), longest)] for row in moved]
         self.cache.move([first_row + row for row in moved], [lengths[row] for row in moved], nodes)
 
     def path_index(self, path: Sequence[int]) -> slice | Int[Tensor, " kept"]:
@@ -152,13 +152,13 @@ class TargetRunner:
             return slice(0, 1 + len(path))
         return torch.tensor([0, *path], device=self._target.device)
 
-    def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
+    def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:
         """Copy numbers from the host, padding shorter rows with zeros."""
-        most = max(map(len, rows))
-        return torch.tensor([[*row, *[0] * (most - len(row))] for row in rows], device=self._target.device)
+        longest = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._target.device)
 
-    def _num_seen(self, most: int) -> int:
-        return min(-(-most // _SEEN_GRAIN) * _SEEN_GRAIN, self.cache.width)
+    def _num_seen(self, num_slots: int) -> int:
+        return min(-(-num_slots // _SEEN_GRAIN) * _SEEN_GRAIN, self.cache.width)
 
 
 def _tree_mask(

@@ -144,7 +144,7 @@ def longest_sequence(config: EngineConfig, max_positions: int, num_slots: int, m
 
 def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:
     """Order sequences so that as many as possible stay in their rows."""
-    places = range(first, first + len(sequences))
-    placed = {rows[s.number]: s for s in sequences if rows[s.number] in places}
-    others = iter([s for s in sequences if rows[s.number] not in places])
-    return [placed[place] if place in placed else next(others) for place in places]
+    wanted = range(first, first + len(sequences))
+    placed = {rows[s.number]: s for s in sequences if rows[s.number] in wanted}
+    others = iter([s for s in sequences if rows[s.number] not in wanted])
+    return [placed[row] if row in placed else next(others) for row in wanted]

@@ -96,7 +96,7 @@ class SpeculationController:
         if self._budget.is_spent:
             return None
         best = self._best_plan(num_rows, num_drafted)
-        if best is None and self._probing.takes_probe():
+        if best is None and self._probing.start_probe_if_due():
             return self._plans[self._layer_counts[0], 1]
         return best
 
@@ -109,23 +109,16 @@ class SpeculationController:
 
     def _best_plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
         """The plan of most tokens per second; None if none is better than plain decoding by `_MIN_GAIN`."""
+        has_choice = len(self._layer_counts) > 1
+        # With a choice of N, one that was rarely drafted with is rated as well as its few results allow, so that it is
+        # tried until it is known. Its depth is then chosen by what is known.
+        rates = {n: self._expected_rates(num_rows, num_drafted, n, in_doubt=has_choice) for n in self._layer_counts}
+        n = max(rates, key=lambda n: max(rates[n].values()))  # on a tie the first, which is the cheapest
         plain = num_rows / self._costs.cycle_seconds(num_rows, 0, 0, 0, self._layer_counts[0])
-        n = self._layer_counts[0]
-        if len(self._layer_counts) > 1:
-            rates = {n: self._best_rate(num_rows, num_drafted, n) for n in self._layer_counts}
-            n = max(rates, key=lambda n: rates[n])  # on a tie the first, which is the cheapest
-            if rates[n] <= _MIN_GAIN * plain:
-                return None
-        by_depth = self._expected_rates(num_rows, num_drafted, n)
-        depth = max(by_depth, key=lambda levels: by_depth[levels])
-        if len(self._layer_counts) == 1 and by_depth[depth] <= _MIN_GAIN * plain:
+        if max(rates[n].values()) <= _MIN_GAIN * plain:
             return None
-        return self._plans[n, depth]
-
-    def _best_rate(self, num_rows: int, num_drafted: int, n: int) -> float:
-        """Most tokens per second that drafts with this N may give: less known values of N get the benefit of the
-        doubt."""
-        return max(self._expected_rates(num_rows, num_drafted, n, in_doubt=True).values())
+        by_depth = self._expected_rates(num_rows, num_drafted, n) if has_choice else rates[n]
+        return self._plans[n, max(by_depth, key=lambda levels: by_depth[levels])]
 
     def _expected_rates(self, num_rows: int, num_drafted: int, n: int, *, in_doubt: bool = False) -> dict[int, float]:
         """Expected tokens per second, by depth of the draft."""

@@ -79,12 +79,12 @@ def median_seconds(run: Callable[[], object], clock: Callable[[], float]) -> flo
     return sorted(seconds)[_REPEATS // 2]
 
 
-def growing_sizes(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
-    sizes = {most}
+def growing_sizes(largest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `largest` itself."""
+    sizes = {largest}
     power = 1
-    while power <= most:
-        sizes |= {size for size in (power, power + power // 2) if size <= most}
+    while power <= largest:
+        sizes |= {size for size in (power, power + power // 2) if size <= largest}
         power *= 2
     return sorted(sizes)
 

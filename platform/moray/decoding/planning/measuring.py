@@ -116,6 +116,6 @@ def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float
     return best
 
 
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
-    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, ... and `largest` itself."""
+    return sorted({largest, *(1 << power for power in range(largest.bit_length()) if 1 << power <= largest)})

@@ -37,8 +37,8 @@ class Probing:
         """Whether a trial after a pause is under way, for which `NUM_TRIAL_DRAFTS` sequences draft."""
         return self._num_trial_results < self._num_trial_drafts
 
-    def takes_probe(self) -> bool:
-        """Whether a probe is due; the next one is then due after twice as many cycles."""
+    def start_probe_if_due(self) -> bool:
+        """Start a probe if one is due, and double the wait for the next one; returns whether one was."""
         if self._num_idle < self._probe_at:
             return False
         self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)

@@ -134,7 +134,7 @@ class Ahead:
 
     def grow(self) -> bool:
         """Expand the next level; return whether there is another one."""
-        self._keep([place for place, number in enumerate(self._going) if self._sessions[number].ahead is self])
+        self._keep([index for index, number in enumerate(self._going) if self._sessions[number].ahead is self])
         sessions = self.sessions
         if not sessions:
             return False
@@ -163,10 +163,10 @@ class Ahead:
         samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in self._drawn]
         return picks_of(samplers, self._positions, ChainShape(type="chain", depth=self._depth + 1), are_certain=True)
 
-    def _keep(self, places: list[int]) -> None:
-        if len(places) < len(self._going):
-            self._going = [self._going[place] for place in places]
-            self._chains = self._chains[places]
+    def _keep(self, indices: list[int]) -> None:
+        if len(indices) < len(self._going):
+            self._going = [self._going[index] for index in indices]
+            self._chains = self._chains[indices]
 
     def _finish(self) -> None:
         for number, chain in zip(self._going, self._chains.tolist(), strict=True):

@@ -121,19 +121,19 @@ class DraftHost:
             trees: list[DraftedTree] = []
             jobs: dict[int, _HostedJob] = {}
             at = 0
-            for place, entry in enumerate(request.entries):
+            for index, entry in enumerate(request.entries):
                 end = at + len(entry.tokens)
                 session = self._find(entry)
                 if session is not None:
                     job = self._job_of(session, entry, request)
                     if job is not None:
-                        jobs[place] = job
+                        jobs[index] = job
                     memory = {name: rows[None, at:end] for name, rows in tensors.items()}
                     self._tell(session, entry, memory, is_late=job is not None and job.guessed is not None)
                 trees.append(DraftedTree(session=entry.session, known=session.known if session else 0))
                 at = end
-            for place, fields in self._drafts(jobs).items():
-                trees[place] = trees[place].model_copy(update=fields)
+            for index, fields in self._drafts(jobs).items():
+                trees[index] = trees[index].model_copy(update=fields)
             seconds = time.perf_counter() - begin
             self._count(trees, seconds)
             return DraftReply(number=request.number, trees=tuple(trees), seconds=seconds)
@@ -256,19 +256,19 @@ class DraftHost:
         """Make the requested drafts, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
         groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
-        for place, job in jobs.items():
+        for index, job in jobs.items():
             if job.guessed is not None:
-                found[place] = {"tokens": job.guessed, "max_depth": len(job.guessed) - 1, "is_chain": True}
+                found[index] = {"tokens": job.guessed, "max_depth": len(job.guessed) - 1, "is_chain": True}
             else:
-                groups.setdefault((job.session.drafter, job.shape, job.drawn[2]), []).append(place)
-        for (name, shape, num_target_layers), places in groups.items():
-            trees = self._draft(self._drafters[name], shape, num_target_layers, [jobs[place] for place in places])
+                groups.setdefault((job.session.drafter, job.shape, job.drawn[2]), []).append(index)
+        for (name, shape, num_target_layers), indices in groups.items():
+            trees = self._draft(self._drafters[name], shape, num_target_layers, [jobs[index] for index in indices])
             found |= {
-                place: described(tree, with_scores=jobs[place].wants_scores)
-                for place, tree in zip(places, trees, strict=True)
+                index: described(tree, with_scores=jobs[index].wants_scores)
+                for index, tree in zip(indices, trees, strict=True)
             }
         if self._runs_ahead:
-            self._plan_ahead([(job, found[place]["tokens"]) for place, job in jobs.items()])
+            self._plan_ahead([(job, found[index]["tokens"]) for index, job in jobs.items()])
         return found
 
     def _draft(

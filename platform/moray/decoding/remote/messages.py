@@ -203,7 +203,7 @@ def restored(drafted: DraftedTree, device: torch.device, root: int, shape: Growa
             f"a draft with tokens from {min(tokens)} to {max(tokens)} came {where}; the vocabulary has {vocab_size}"
         )
     if tokens[0] != root:
-        raise DataError(f"a draft below token {tokens[0]} came {where} below token {root}")
+        raise DataError(f"the root of a draft {where} is token {tokens[0]}; token {root} was requested")
     depths = _depths(range(-1, len(tokens) - 1) if drafted.is_chain else parents, len(tokens))
     if not 0 <= drafted.num_empty_levels <= shape.depth - max(depths):
         raise DataError(

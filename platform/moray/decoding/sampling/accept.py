@@ -46,8 +46,8 @@ Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accep
 """accept(tree, logits, sampler, root_position); see `accept`."""
 
 
-def by_rule(rule: Accept) -> AcceptRows:
-    """Turn a rule for one sequence into a rule for several."""
+def row_by_row(accept_one: Accept) -> AcceptRows:
+    """Make an acceptance function for several sequences from one for a single sequence."""
 
     def accept_each(
         trees: Sequence[TokenTree],
@@ -56,7 +56,7 @@ def by_rule(rule: Accept) -> AcceptRows:
         root_positions: Sequence[int],
     ) -> list[Accepted]:
         rows = zip(trees, logits, samplers, root_positions, strict=True)
-        return [rule(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
+        return [accept_one(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
 
     return accept_each
 

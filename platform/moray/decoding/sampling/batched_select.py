@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moray.decoding.sampling.sampler import Sampler
 from moray.trees.grow import Select, SelectMany
-from moray.trees.growth import Picked
+from moray.trees.growth import SelectedTokens
 from moray.trees.shapes import ChainShape, GrowableShape
 
 
@@ -42,21 +42,21 @@ def _pick(
     logits: Float[Tensor, "asked new vocab"],
     depth: int,
     children: int,
-) -> Picked:
-    greedy = [place for place, number in enumerate(asked) if samplers[number].params.is_greedy]
+) -> SelectedTokens:
+    greedy = [index for index, number in enumerate(asked) if samplers[number].params.is_greedy]
     if len(greedy) == len(asked):
         tokens, log_probs, _ = selects[asked[0]](logits.flatten(0, 1), depth, children)
         size = logits.shape[:2]
-        return Picked(tokens.unflatten(0, size), log_probs.unflatten(0, size), [None] * len(asked))
+        return SelectedTokens(tokens.unflatten(0, size), log_probs.unflatten(0, size), [None] * len(asked))
     found = {}
     if len(greedy) > 1:
         together = _pick(
             samplers, selects, [asked[p] for p in greedy], torch.stack([logits[p] for p in greedy]), depth, children
         )
         found = dict(zip(greedy, zip(*together, strict=True), strict=True))
-    for place, number in enumerate(asked):
-        if place not in found:
-            found[place] = selects[number](logits[place], depth, children)
-    every = [found[place] for place in range(len(asked))]
+    for index, number in enumerate(asked):
+        if index not in found:
+            found[index] = selects[number](logits[index], depth, children)
+    every = [found[index] for index in range(len(asked))]
     tokens, log_probs, draft_probs = zip(*every, strict=True)
-    return Picked(torch.stack(tokens), torch.stack(log_probs), draft_probs)
+    return SelectedTokens(torch.stack(tokens), torch.stack(log_probs), draft_probs)

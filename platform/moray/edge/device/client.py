@@ -331,7 +331,7 @@ class EdgeClient:
         self.stats.num_tokens += len(message.tokens)
         self._learn(answer, message, connection)
         if message.seq:
-            self.stats.record(message.num_accepted, message.seconds)
+            self.stats.record(message.num_accepted)
             draft = answer.timed
             if draft is not None and draft.seq == message.seq:
                 elapsed, num_tail = self._clock() - draft.sent_at, sum(tail.num_tokens for tail in message.tail)

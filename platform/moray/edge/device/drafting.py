@@ -22,20 +22,18 @@ class DeviceDrafter:
     drafts without these layers (see `can_draft`).
     """
 
-    def __init__(self, drafter: Drafter, name: str, capacity: int, max_expanded: int = MAX_DEPTH) -> None:
+    def __init__(self, drafter: Drafter, name: str, capacity: int) -> None:
         """
         Args:
             drafter: with the target's head, but without the target.
             name: that the server has for it.
             capacity: maximum number of tokens of a sequence.
-            max_expanded: maximum number of nodes that are expanded below verified tokens.
         """
         self.drafter = drafter
         self.name = name
         self.layer_counts: tuple[int, ...] = drafter.layer_counts
         """Values of N that it can draft with, cheapest first."""
-        self._max_expanded = max_expanded
-        self._state = drafter.new_state(capacity, max_expanded)
+        self._state = drafter.new_state(capacity, MAX_DEPTH)
         self._device = drafter.head.weight.device
         self.begin(SamplingParams(), 0)
 
@@ -115,7 +113,7 @@ class DeviceDrafter:
         """Plan to draft below the token that is likely to follow a chain, which begins with the root: `depth` levels,
         or as many as the drafter can; None if it can draft none."""
         self._session.guess = None
-        limit = min(self._max_expanded, MAX_DEPTH, self.drafter.max_depth or MAX_DEPTH)
+        limit = min(MAX_DEPTH, self.drafter.max_depth or MAX_DEPTH)
         depth = min(depth, limit - len(chain))
         usable = [count for count in self.layer_counts if self.can_draft(count)]
         if depth < 1 or not usable:

@@ -29,8 +29,6 @@ class EdgeStats:
     """Sessions that the server had lost."""
     num_bytes_up: int = 0
     num_bytes_down: int = 0
-    target_seconds: float = 0.0
-    """Time of the target's passes."""
     seconds: float = 0.0
     """From the request to the end of the answer."""
 
@@ -39,11 +37,10 @@ class EdgeStats:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
-    def record(self, num_accepted: int, seconds: float) -> None:
+    def record(self, num_accepted: int) -> None:
         """Count one verified draft."""
         self.num_cycles += 1
         self.num_accepted += num_accepted
-        self.target_seconds += seconds
 
     def record_draft(self, num_levels: int, num_target_layers: int) -> None:
         """Count a verified draft whose shape and N were chosen."""
@@ -61,9 +58,14 @@ class EdgeStats:
         """One line for a log."""
         rate = self.num_tokens / self.seconds if self.seconds else 0.0
         tokens = max(1, self.num_tokens)
-        cuts = f", {self.num_cuts} lost connections" if self.num_cuts else ""
+        events = {
+            "drafts sent ahead in vain": self.num_void,
+            "lost connections": self.num_cuts,
+            "lost sessions": self.num_reopened,
+        }
+        happened = "".join(f", {count} {name}" for name, count in events.items() if count)
         return (
             f"{self.num_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s), tau {self.tau:.2f}, "
             f"{self.num_calls / tokens:.2f} calls, {self.num_bytes_up / tokens:.0f} bytes up and "
-            f"{self.num_bytes_down / tokens:.0f} down per token{cuts}"
+            f"{self.num_bytes_down / tokens:.0f} down per token{happened}"
         )

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_targets import save_chat_target
 
-from moray.activations.format.disk_space import DiskSpace, free_bytes, is_full, size_text, told_if_full
+from moray.activations.format.disk_space import DiskSpace, free_bytes, is_full, size_text, storage_full_errors
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.measure import measure_disk_space
@@ -239,12 +239,15 @@ def test_room_is_the_tighter_of_space_and_quota(tmp_path: Path) -> None:
 )
 def test_full_storage_is_told_as_such(error: OSError) -> None:
     assert is_full(error)
-    with pytest.raises(StorageFullError, match=r"^'x/y' cannot be written: no room is left \("), told_if_full("x/y"):
+    with (
+        pytest.raises(StorageFullError, match=r"^'x/y' cannot be written: no room is left \("),
+        storage_full_errors("x/y"),
+    ):
         raise error
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(OSError, match="denied"), told_if_full("x"):
+    with pytest.raises(OSError, match="denied"), storage_full_errors("x"):
         raise OSError(errno.EACCES, "denied")
     assert not is_full(OSError("AWS Error ACCESS_DENIED"))
 

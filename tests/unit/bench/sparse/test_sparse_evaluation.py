@@ -20,7 +20,7 @@ from moray.config import validate
 from moray.decoding.engine import engine as engine_module
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling.accept import Accepted, accept, by_rule
+from moray.decoding.sampling.accept import Accepted, accept, row_by_row
 from moray.errors import ConfigError, DataError, LosslessError
 from moray.targets.model import Target
 from moray.targets.sparse.measured import MEASURED, Measured
@@ -104,7 +104,7 @@ def credulous(tree, logits, sampler, root_position) -> Accepted:
 
 
 def test_a_text_that_is_not_the_target_s_own_fails_the_command_and_the_report_is_kept(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "accept_rows", by_rule(credulous))
+    monkeypatch.setattr(engine_module, "accept_rows", row_by_row(credulous))
     rows = [{"target": "dense", "drafter": {"type": "ngram"}, "tree": {"type": "chain", "depth": 2}}]
     report = tmp_path / "report.json"
     config = validate(SparseEvaluationConfig, settings(folder, rows=rows, report=str(report)))

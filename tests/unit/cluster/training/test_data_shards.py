@@ -10,7 +10,7 @@ from tiny_targets import TinyTarget, load_target
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import LossScale, Replicas
-from moray.distill.step import UpdatePlace, data_shards_of, run_update
+from moray.distill.step import UpdateContext, data_shards_of, run_update
 from moray.errors import ConfigError
 
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=1)
@@ -52,7 +52,7 @@ def test_lanes_add_up_to_the_mean_over_all_positions(tiny, name):
         result = run_update(
             Replicas(alone, optimiser, losses, train),
             [as_data_shard(batch, data_shard)],
-            UpdatePlace(0, 1, 1, 0.0, 1, 0),
+            UpdateContext(0, 1, 1, 0.0, 1, 0),
         )
         own = result.metrics(losses)
         loss, positions = loss + own["loss"] * own["positions"], positions + own["positions"]
@@ -71,9 +71,9 @@ def test_figures_that_were_not_computed_are_not_reported(tiny):
         drafter, Optimiser(drafter, AdamWConfig(type="adamw", lr=1e-12), SCHEDULE), LossConfig(), TrainConfig()
     )
     batch = data_shard_batches(tiny, drafter)[0]
-    metrics = run_update(replicas, [as_data_shard(batch)], UpdatePlace(0, 9, 9, 0.0, 1, 0)).metrics(LossConfig())
+    metrics = run_update(replicas, [as_data_shard(batch)], UpdateContext(0, 9, 9, 0.0, 1, 0)).metrics(LossConfig())
     assert 0.0 < metrics["acceptance"] < 1.0
-    result = run_update(replicas, [as_data_shard(batch)], UpdatePlace(0, 9, 9, 0.0, 1, 0, is_reported=False))
+    result = run_update(replicas, [as_data_shard(batch)], UpdateContext(0, 9, 9, 0.0, 1, 0, is_reported=False))
     with pytest.raises(AssertionError, match="were not computed"):
         result.metrics(LossConfig())
 
@@ -84,9 +84,9 @@ def test_a_lane_draws_the_same_whoever_computes_it(tiny):
     replicas = Replicas(
         drafter, Optimiser(drafter, AdamWConfig(type="adamw", lr=1e-12), SCHEDULE), LossConfig(), TrainConfig()
     )
-    place = UpdatePlace(3, 9, 9, 0.5, 2, 0)
-    together = run_update(replicas, [as_data_shard(batch, 0), as_data_shard(batch, 4)], place).data_shards
-    alone = [run_update(replicas, [as_data_shard(batch, data_shard)], place).data_shards[0] for data_shard in (4, 0)]
+    context = UpdateContext(3, 9, 9, 0.5, 2, 0)
+    together = run_update(replicas, [as_data_shard(batch, 0), as_data_shard(batch, 4)], context).data_shards
+    alone = [run_update(replicas, [as_data_shard(batch, data_shard)], context).data_shards[0] for data_shard in (4, 0)]
     assert [float(data_shard.loss) for data_shard in together] == pytest.approx(
         [float(data_shard.loss) for data_shard in alone[::-1]], rel=1e-5
     )
@@ -106,7 +106,7 @@ def test_half_precision_trains_like_full(tiny, precision, tolerance):
         for step in range(12):
             data_shards = [as_data_shard(batch, data_shard) for data_shard, batch in enumerate(batches)]
             rows.append(
-                run_update(replicas, data_shards, UpdatePlace(step, 12, 12, 0.0, 3, 0)).metrics(LossConfig())["loss"]
+                run_update(replicas, data_shards, UpdateContext(step, 12, 12, 0.0, 3, 0)).metrics(LossConfig())["loss"]
             )
         assert all(parameter.dtype == torch.float32 for parameter in drafter.parameters())
         assert rows[-1] < 0.9 * rows[0]
@@ -123,14 +123,14 @@ def test_a_gradient_too_large_for_half_precision_is_skipped_and_the_scale_halved
     replicas._scale.value = 2.0**60
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
     batch = data_shard_batches(tiny, drafter)[0]
-    result = run_update(replicas, [as_data_shard(batch)], UpdatePlace(0, 9, 9, 0.0, 1, 0))
+    result = run_update(replicas, [as_data_shard(batch)], UpdateContext(0, 9, 9, 0.0, 1, 0))
     assert not torch.isfinite(result.grad_norm)
     assert bool(result.may_go_on)
     assert replicas._scale.value == 2.0**59
     assert all(torch.equal(before[key], value) for key, value in drafter.state_dict().items())
     assert replicas.state_dict()["loss_scale/value"] == 2.0**59
     batch.taps.hidden[-1].fill_(float("nan"))  # no scale mends a loss that is no number
-    assert not bool(run_update(replicas, [as_data_shard(batch)], UpdatePlace(1, 9, 9, 0.0, 1, 0)).may_go_on)
+    assert not bool(run_update(replicas, [as_data_shard(batch)], UpdateContext(1, 9, 9, 0.0, 1, 0)).may_go_on)
 
 
 def test_a_loss_scale_goes_to_a_checkpoint_and_back(tiny):

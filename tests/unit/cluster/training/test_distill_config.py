@@ -23,9 +23,9 @@ def build(**more: Any) -> DistillConfig:
 
 
 def test_a_number_of_workers_or_a_range_of_them() -> None:
-    assert (build().workers.fewest, build().workers.most) == (1, 1)
+    assert (build().workers.min_workers, build().workers.max_workers) == (1, 1)
     some = build(workers={"num_workers": [2, 8]}).workers
-    assert (some.fewest, some.most) == (2, 8)
+    assert (some.min_workers, some.max_workers) == (2, 8)
 
 
 @pytest.mark.parametrize("given", [0, [0, 2], [3, 2]])
