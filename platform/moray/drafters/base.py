@@ -7,6 +7,7 @@ One class serves training, single-device decoding, Ray Serve and edge clients. A
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from moray.drafters.learner import DraftOutput, DraftView, Learner
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
-from moray.trees.grow import SelectMany, StepMany, grow_many
+from moray.trees.grow import SelectMany, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -141,10 +142,10 @@ class Drafter(Learner, Generic[State]):
         version runs one after the other; see `drafters.common.batched`."""
         seen = [None] * len(states) if ancestors is None else ancestors.expand(len(states), -1, -1).unbind()
         found: dict[int, Tensor] = {}
-        for place, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):
+        for index, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):
             scores = self.step(state, new, sees, depth)
             if scores is not None:
-                found[place] = scores
+                found[index] = scores
         return list(found), torch.stack([*found.values()]) if found else torch.empty(0, tokens.shape[1], 0)
 
     def propose_many(
@@ -154,25 +155,26 @@ class Drafter(Learner, Generic[State]):
 
         A root is the token that follows those given to `extend` (see `trees.grow`).
         """
-        return grow_many(roots, shape, self._step_of(states), select)
+        return grow_many(roots, shape, partial(self._checked_step, states), select)
 
-    def _step_of(self, states: Sequence[State]) -> StepMany:
-        """Adapt `step_many` to the interface that `grow_many` calls.
+    def _checked_step(
+        self,
+        states: Sequence[State],
+        asked: Sequence[int],
+        tokens: Int[Tensor, "asked new"],
+        ancestors: Tensor | None,
+        depth: int,
+    ) -> tuple[Sequence[int], Tensor]:
+        """`step_many` for the states numbered `asked`, as `grow_many` calls it.
 
         Scores with an unexpected shape propose nothing, because their tokens may be outside the vocabulary. Growing the
         tree checks on the device that scores are finite.
         """
-
-        def step(
-            asked: Sequence[int], tokens: Int[Tensor, "asked new"], ancestors: Tensor | None, depth: int
-        ) -> tuple[Sequence[int], Tensor]:
-            left, scores = self.step_many([states[number] for number in asked], tokens, ancestors, depth)
-            if not left or scores.shape == (len(left), tokens.shape[1], self.spec.vocab_size):
-                return left, scores
-            self._warn_of(scores, (len(left), tokens.shape[1], self.spec.vocab_size))
-            return (), scores
-
-        return step
+        left, scores = self.step_many([states[number] for number in asked], tokens, ancestors, depth)
+        if not left or scores.shape == (len(left), tokens.shape[1], self.spec.vocab_size):
+            return left, scores
+        self._warn_of(scores, (len(left), tokens.shape[1], self.spec.vocab_size))
+        return (), scores
 
     def _warn_of(self, scores: Tensor, expected: tuple[int, ...]) -> None:
         if not self._has_warned:

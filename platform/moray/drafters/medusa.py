@@ -28,7 +28,7 @@ class MedusaState:
     """One sequence: the target's last hidden state, and the output of all heads for it."""
 
     last: Tensor  # [hidden]
-    logits: Tensor | None = None  # [heads, vocab]
+    logits: Tensor | None = None  # [heads, draft vocab]
 
 
 class Medusa(BatchedDrafter[MedusaState]):
@@ -117,7 +117,7 @@ class Medusa(BatchedDrafter[MedusaState]):
         if new:
             self._run_heads(new)
         logits = torch.stack([state.logits[depth] for state in states if state.logits is not None])
-        return logits[:, None].expand(-1, tokens.shape[1], -1)
+        return self.vocabulary.expand(logits)[:, None].expand(-1, tokens.shape[1], -1)
 
     def _run_heads(self, states: Sequence[MedusaState]) -> None:
         hidden = self._blocks(torch.stack([state.last for state in states])[None])
@@ -125,6 +125,5 @@ class Medusa(BatchedDrafter[MedusaState]):
             logits = self.vocabulary.logits(hidden)
         else:
             logits = torch.matmul(hidden, self.projections.transpose(1, 2))
-        full = self.vocabulary.expand(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-        for state, own in zip(states, full.unbind(1), strict=True):
+        for state, own in zip(states, logits.unbind(1), strict=True):
             state.logits = own

@@ -9,6 +9,7 @@ holds token s + 1, and rotations begin with the second token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,13 +51,16 @@ class FeatureState:
             first = self.slots.num_verified + 1 - self.before.shape[1]  # slot of the token that before[0] is for
         else:
             first, tokens = 0, tokens[1:]
-
-        def with_features(some: Int[Tensor, " some"], start: int) -> None:
-            remember(some, before[:, start - first : start - first + some.shape[0]], start)
-
         # Among the drafted nodes, only the root read a feature of the target; the others read the drafter's own.
-        self.slots.extend(tokens, min(num_kept, 1), with_features)
+        self.slots.extend(tokens, min(num_kept, 1), partial(_with_features, remember, before, first))
         self.before = before[:, self.slots.length - first :]
+
+
+def _with_features(
+    remember: Remember, before: Float[Tensor, "1 new hidden"], first: int, tokens: Int[Tensor, " some"], start: int
+) -> None:
+    """Remember tokens from slot `start` on, each with the feature before it; `before[0]` is for slot `first`."""
+    remember(tokens, before[:, start - first : start - first + tokens.shape[0]], start)
 
 
 def features_before(
