@@ -31,7 +31,8 @@ _MAX_REFUSALS_ONCE_ADMITTED = 120
 _REFUSAL_PAUSE_SECONDS = 0.5
 """Pause between such attempts."""
 _FULL_SECONDS = 0.1
-"""After no replica admitted a request, new ones are refused for so long without asking any, to spare the targets."""
+"""Seconds for which new requests are refused without asking, once no replica has admitted one: asking would cost the
+targets time."""
 _FRESH = 1.0
 """Seconds for which a description of the targets, and metrics, are not asked for again."""
 _READY_SECONDS = 3.0

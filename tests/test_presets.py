@@ -78,7 +78,7 @@ def test_a_predictor_s_preset_names_the_target_that_a_preset_writes(path):
 
 
 SPARSE_GUIDE = CONFIGS.parent / "docs" / "guide" / "sparse.md"
-OVERRIDDEN = set(re.findall(r"output=(\S+)", SPARSE_GUIDE.read_text(encoding="utf-8")))
+OVERRIDDEN = set(re.findall(r"(?:output=|cp -r \S+ )(\S+)", SPARSE_GUIDE.read_text(encoding="utf-8")))
 """Outputs of the guide's commands."""
 EVALUATIONS = sorted((CONFIGS / "evaluations").glob("*.yaml"))
 SPARSE = [path for path in EVALUATIONS if path.stem.startswith(("sparse-", "spadec-"))]

@@ -59,9 +59,9 @@ def updates(parallel: Parallel, data_shards: list[DataShardBatch], first: int, l
     rank, workers = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows = []
     for step in range(first, last):
-        place = UpdateContext(step, 10, 10, 0.5, num_rounds(DATA_SHARDS), 0)
+        context = UpdateContext(step, 10, 10, 0.5, num_rounds(DATA_SHARDS), 0)
         result = run_update(
-            parallel, [data_shards[data_shard] for data_shard in data_shards_of(rank, workers, DATA_SHARDS)], place
+            parallel, [data_shards[data_shard] for data_shard in data_shards_of(rank, workers, DATA_SHARDS)], context
         )
         metrics = result.metrics(losses_for(parallel.drafter))
         rows.append([metrics["loss"], metrics["grad_norm"]])

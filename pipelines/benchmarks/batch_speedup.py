@@ -27,7 +27,6 @@ from moray.targets.model import Target
 from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 8
-_NAME = "drafter"
 _DRAFTING_PHASES = ("propose", "observe", "prefill_drafter")
 _CYCLE_PHASES = (*_DRAFTING_PHASES, "verify", "accept", "commit")
 
@@ -200,9 +199,10 @@ def _drafting_engine(target: Target, drafter: Drafter, config: EngineConfig, eos
     """An engine whose drafts come from this process, with its costs measured."""
     assert config.max_model_len is not None
     drafts = LocalDrafts(drafter, config.max_model_len, config.tree.num_expanded)
-    engine = Engine(target, config, eos_ids, drafts={_NAME: drafts})
-    say_once(engine.draft_schedulers[_NAME].notices)
-    engine.measure_costs({_NAME: drafter})
+    name = type(drafter).__name__.lower()
+    engine = Engine(target, config, eos_ids, drafts={name: drafts})
+    say_once(engine.draft_schedulers[name].notices)
+    engine.measure_costs({name: drafter})
     return engine
 
 

@@ -36,6 +36,8 @@ class TargetSettings(TypedDict, total=False):
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"]
     """Device to run on; auto takes the GPU if there is one."""
+    tensor_parallel: int
+    """Number of processes on this machine over which the target is split."""
     template: str | None
     """Chat template: a jinja file, or `plain` for none; None for the tokenizer's own."""
 

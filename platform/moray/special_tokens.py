@@ -1,4 +1,4 @@
-"""Tokenises special tokens that are spelt out in the contents of messages as plain text.
+"""Tokenises as plain text the special tokens that messages spell out.
 
 Tokenizers treat `<|im_end|>` as the end of a turn wherever it occurs, so a user who writes it into a message could
 forge the turns of others. Templates join and cut contents, so their renderings are compared: one of the contents as

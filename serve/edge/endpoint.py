@@ -203,7 +203,9 @@ class EdgeGateway(Backend):
     async def _follow(self, session: ServerSession, message: Open, codec: CodecName) -> None:
         """Pass on what the target replica has for a session, and what its device offers."""
         server = self._server
-        router_session = uuid.uuid4().hex  # new for each connection: the router may have to choose another replica
+        router_session = (
+            uuid.uuid4().hex
+        )  # new each time a session is opened, so that the router may choose another replica
         assert server is not None
         targets = self._targets.options(stream=True, session_id=router_session, _by_reference=False)
         stream = targets.edge.remote(session.name, message, codec)

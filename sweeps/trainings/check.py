@@ -51,7 +51,10 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
             f"what is missing, run {command_to_add(store, sorted(missing))}"
         )
     for choices, config in corners:
-        fit_shape(sweep.decoding.tree, label(choices), config.drafter.max_depth)
+        try:
+            fit_shape(sweep.decoding.tree, config.drafter.type, config.drafter.max_depth)
+        except ConfigError as error:
+            raise ConfigError(f"decoding.tree, with {label(choices)}: {error}") from None
     tokens = sweep.training_tokens or run_length(first, manifest, drafters[id(first)]) * tokens_per_step(first)
     rungs = rungs_of(sweep.ladder, tokens)
     lengths: dict[str, int] = {}

@@ -18,8 +18,8 @@ from moray.activations.format.store import CacheStore
 class TapDecoder:
     """Decodes the tap columns of one cache.
 
-    The encoded bytes are copied to the device and decoded there, which transfers half (8-bit codecs) or a quarter
-    (int4) of the bytes.
+    The encoded bytes are copied to the device and decoded there, which for 8-bit codecs and int4 transfers about half
+    or a quarter of the bytes of bfloat16 values.
     """
 
     def __init__(

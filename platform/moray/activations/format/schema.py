@@ -6,7 +6,7 @@
     <path>/channels.parquet          offset and scale of every channel of the quantised columns, if there are any
     <path>/shards/00000-00000.parquet  activations, one row per chat, one column per tap and layer
     <path>/shards/00000-00000.json   commit marker: a shard without it does not count
-    <path>/adding.json               columns being added, while that lasts (and, briefly, shards/NAME.next)
+    <path>/adding.json               exists while columns are being added: their names (briefly also shards/NAME.next)
     <path>/manifest.json             all shards with rows, tokens, bytes, sha256; totals and statistics
 
 A shard's row groups are batches of chats of similar length. Columns: uid, num_tokens, tokens,

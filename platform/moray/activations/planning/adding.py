@@ -197,7 +197,7 @@ def extended_plan(store: CacheStore, plan: PlanRecord) -> PlanRecord:
 def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
     """Commit shards whose new file was written but whose marker was not, because the process was killed in between.
 
-    Delete all other pending markers.
+    Then delete the pending markers, whether or not they were used.
 
     Args:
         store: the cache.

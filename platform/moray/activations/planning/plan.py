@@ -212,7 +212,7 @@ def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list
 
 
 def fewer_chats(plan: Forecast, disk: DiskSpace) -> Choice | None:
-    """Return the number of chats that fits with the current settings; None if none fits or no limit is known."""
+    """Return the choice of as many chats as fit with the current settings; None if none fits or no limit is known."""
     if disk.left is None:
         return None
     # A different number of chats makes a different cache, so the bytes already written do not count towards it.

@@ -51,7 +51,7 @@ def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, Column]:
 
 
 def only_columns(config: CacheConfig, names: Iterable[str]) -> CacheConfig:
-    """Return the configuration with only these tap columns; all other settings stay."""
+    """Return the configuration with only these tap columns and their codecs; all other settings stay."""
     names = list(names)
     numbers: dict[str, list[int]] = {"kv": [], "hidden": []}
     for name in names:

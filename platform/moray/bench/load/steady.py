@@ -40,7 +40,7 @@ def steady_part(records: Sequence[RequestRecord], num_streams: int) -> Steady:
     if len(records) <= num_streams or not ends or min(ends) <= begun[num_streams - 1]:
         raise DataError(
             f"num_requests is {len(records)}, too few to measure {num_streams} concurrent requests: they never all "
-            "run at the same time; give more"
+            "run at the same time; give more num_requests"
         )
     begin, end = begun[num_streams - 1], min(ends)
     sizes = ((time, size) for record in records for time, size in zip(record.times, record.sizes, strict=True))

@@ -19,8 +19,8 @@ from moray.progress import Progress
 def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, int]:
     """Join the small shards of a complete cache; return the numbers of shards before and after.
 
-    If it is killed at any time, the same call resumes. No training run may be reading when it ends: the old shards are
-    deleted once the new manifest is in place.
+    It may be killed at any time; the same call resumes it. No training run may be reading when it ends: the old
+    shards are deleted once the new manifest is in place.
 
     Args:
         output: path or URI of the cache.

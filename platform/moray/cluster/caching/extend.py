@@ -27,7 +27,8 @@ def add_columns(
 ) -> None:
     """Add the missing columns to the existing shards.
 
-    If it is killed at any time, the same call resumes; until it is done, the cache can be read with its old columns.
+    It may be killed at any time; the same call resumes it. Until it is done, the cache can be read with its old
+    columns.
 
     Args:
         store: the cache.

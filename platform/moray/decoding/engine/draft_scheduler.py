@@ -159,8 +159,8 @@ class DraftScheduler:
         drafts = self._wait_for(running, plans)
         seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
         self._num_requested, self._num_rows = len(plans), num_rows
-        # Sequences that were requested together share a plan. Others waited for a drafter, and the deepest plan took
-        # the longest.
+        # Drafts that were requested together share a plan. Those requested at another time may have another one; the
+        # deepest took the longest.
         deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
         self.controller.record_draft(deepest, len(plans), num_rows, seconds)
         if self._prunes:

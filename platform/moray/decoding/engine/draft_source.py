@@ -72,8 +72,8 @@ class DraftSource(ABC):
 
     @abstractmethod
     def can_draft(self, number: int) -> bool:
-        """Whether a draft can be requested now. Finds a drafter process for the sequence if it has none, and reads
-        the replies that have arrived."""
+        """Whether a draft can be requested now. A remote source first looks for a drafter process if the sequence has
+        none, and reads the replies that have arrived."""
 
     @abstractmethod
     def num_known(self, number: int) -> int:

@@ -38,7 +38,7 @@ class Probing:
         return self._num_trial_results < self._num_trial_drafts
 
     def start_probe_if_due(self) -> bool:
-        """Start a probe if one is due, and double the wait for the next one; returns whether one was."""
+        """Return whether a probe is due; if so, double the wait for the next one."""
         if self._num_idle < self._probe_at:
             return False
         self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)
