@@ -80,9 +80,9 @@ def plan_epoch(
 
     Row groups are shuffled and distributed so that data shards hold nearly equal token counts. Each data shard takes
     pools of row groups, a pool being worth about 16 batches, and cuts a pool into windows of row groups of similar
-    length (one window, unless `window_tokens` is smaller than the pool). A window is cut by length into batches with little padding
-    and at most `batch_tokens`, padding included. Windows and batches are shuffled. All data shards make the same number
-    of steps: where one has fewer batches, those with the most chats are cut in two.
+    length (one window, unless `window_tokens` is smaller than the pool). A window is cut by length into batches with
+    little padding and at most `batch_tokens`, padding included. Windows and batches are shuffled. All data shards make
+    the same number of steps: where one has fewer batches, those with the most chats are cut in two.
 
     Args:
         shards: chat lengths by shard and row group.
