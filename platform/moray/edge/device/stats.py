@@ -59,7 +59,7 @@ class EdgeStats:
         rate = self.num_tokens / self.seconds if self.seconds else 0.0
         tokens = max(1, self.num_tokens)
         events = {
-            "drafts sent ahead in vain": self.num_void,
+            "discarded drafts sent ahead": self.num_void,
             "lost connections": self.num_cuts,
             "lost sessions": self.num_reopened,
         }
