@@ -97,7 +97,7 @@ class Validator:
         Raises:
             DataError: every answer ended at its first token.
         """
-        config = self._config
+        config, losses = self._config, losses.for_validation()
         depth, period = min(config.depth, drafter.max_depth or config.depth), drafter.config.verified_period
         shape = ChainShape(type="chain", depth=depth)
         runner = runner_for(self._target, self._max_model_len, shape.num_nodes)

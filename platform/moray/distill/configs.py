@@ -19,8 +19,37 @@ class LossConfig(Config):
     total_variation: float = Field(default=0.0, ge=0)
     """Weight of the total variation distance, 1 - sum min(p, q); 0 leaves it out. It is the probability that a drafted
     token is rejected."""
+    total_variation_start: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the run's updates before total_variation has its weight; until then the weight is 0."""
+    kl_top_k: int | None = Field(default=None, ge=1)
+    """Compare the target's k most likely tokens and the sum of all others in the KL; null for every token."""
+    position_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a batch's positions whose distributions are compared, drawn anew for every batch; 1 for all."""
 
     renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
+
+    @model_validator(mode="after")
+    def _check(self) -> "LossConfig":
+        if self.total_variation_start and not self.total_variation:
+            raise ValueError(
+                f"losses.total_variation_start is {self.total_variation_start:g}, but losses.total_variation is 0: "
+                "give a weight, or leave total_variation_start out"
+            )
+        if self.kl_top_k is not None and not self.kl:
+            raise ValueError(
+                f"losses.kl_top_k is {self.kl_top_k}, but losses.kl is 0: give kl a weight, or leave it out"
+            )
+        return self
+
+    def at(self, progress: float) -> "LossConfig":
+        """The weights when this share of the run's updates is done."""
+        if progress > self.total_variation_start or not self.total_variation:
+            return self
+        return self.model_copy(update={"total_variation": 0.0})
+
+    def for_validation(self) -> "LossConfig":
+        """The final weights, over all positions."""
+        return self.at(1.0).model_copy(update={"position_share": 1.0})
 
 
 class InitialWeights(Config):

@@ -109,8 +109,8 @@ def train(
         watch.check()
         done = progress()
         if is_reported:
-            memory = {"peak_memory_bytes": _peak_memory(device)}
-            report(done, result.metrics(losses) | {"learning_rate": parallel.learning_rate} | memory)
+            others = {"learning_rate": parallel.learning_rate, "peak_memory_bytes": _peak_memory(device)}
+            report(done, result.metrics(losses.at(step / span.total_steps)) | others)
         if is_saved:
             save(done)
     watch.check()

@@ -36,6 +36,7 @@ def distillation_loss(
     drafter: Learner,
     weights: LossConfig,
     with_figures: bool = True,
+    seed: int = 0,
 ) -> LossSums:
     """Feature loss (smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
 
@@ -44,7 +45,7 @@ def distillation_loss(
     or vocabulary are created only for positions that count.
 
     Without figures, values that are only for logs are left out, and zero: accuracies, and rejection unless it is
-    trained.
+    trained. `seed` draws the positions of `losses.position_share`; sums over them are scaled to all positions.
     """
     column = torch.arange(positions.shape[1], device=positions.device)
     is_made = torch.stack([prediction.start != column for prediction in output.predictions]).any(dim=0)
@@ -58,17 +59,36 @@ def distillation_loss(
         share = weight[rows] if isinstance(weight, Tensor) else weight
         feature = feature + (difference.mean(dim=-1) * share).sum()
     penalty = torch.zeros_like(feature) if output.penalty is None else output.penalty
-    tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
+    drawn, scale = _draw(rows.shape[0], weights.position_share, seed, rows.device)
+    if drawn is None:
+        tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
+    else:
+        tokens = token_losses(
+            output.predictions, real[drawn], rows[drawn], columns[drawn], drafter, weights, with_figures
+        )
     return LossSums(
-        total=weights.feature * feature + tokens.weighted + penalty,
+        total=weights.feature * feature + scale * tokens.weighted + penalty,
         feature=feature.detach(),
-        kl=tokens.kl,
-        rejection=tokens.rejection,
+        kl=scale * tokens.kl,
+        rejection=scale * tokens.rejection,
         penalty=penalty.detach(),
         count=torch.full((), rows.shape[0], device=rows.device),
         correct_by_step=tokens.counts[0],
         count_by_step=tokens.counts[1],
     )
+
+
+def _draw(count: int, share: float, seed: int, device: torch.device) -> tuple[Int[Tensor, " drawn"] | None, float]:
+    """The positions, of `count`, at which distributions are compared, and the factor that scales their sum to all.
+
+    Returns:
+        None and 1 for all positions.
+    """
+    if share == 1.0 or count < 2:
+        return None, 1.0
+    num_drawn = max(1, round(share * count))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order[:num_drawn].sort().values.to(device), count / num_drawn
 
 
 def simulated_tau(accuracy_by_step: list[float]) -> float:

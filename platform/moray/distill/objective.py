@@ -44,7 +44,9 @@ class Objective(nn.Module):
             # Not `self.drafter(...)`: weights that it or its losses use outside a layer then belong to this
             # module, which is entered first and left last.
             output = self.drafter.forward(batch, view)
-        sums = distillation_loss(output, batch, loss_positions(batch), self.drafter, self._losses, with_figures)
+        weights = self._losses.at(view.progress)
+        positions = loss_positions(batch)
+        sums = distillation_loss(output, batch, positions, self.drafter, weights, with_figures, view.seed)
         return tuple(getattr(sums, field.name) for field in fields(LossSums))
 
 

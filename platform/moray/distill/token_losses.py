@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -45,13 +45,16 @@ class TokenLosses:
 class _Target:
     """The target's side of a chunk."""
 
-    best: Int[Tensor, " rows"] | None
-    """None without figures."""
-    probs: Float[Tensor, "rows draft"]
-    """Over the draft vocabulary; they add up to 1 only if that is the whole vocabulary."""
     known_log: Float[Tensor, "rows draft"]
-    """Logarithms of `probs` after renormalising."""
+    """Log probabilities over the draft vocabulary, renormalised on it."""
     known: Float[Tensor, "rows draft"]
+    """Their exponentials."""
+    is_top: Bool[Tensor, "rows draft"] | None
+    """The `losses.kl_top_k` most likely tokens of the draft vocabulary; None for all."""
+    probs: Float[Tensor, "rows draft"] | None
+    """Probabilities as they are, which add up to 1 only over the whole vocabulary; None if nothing needs them."""
+    best: Int[Tensor, " rows"] | None
+    """The most likely of all tokens; None without figures."""
 
 
 def token_losses(
@@ -90,16 +93,26 @@ class _Job:
         size = max(1, min(_MAX_CHUNK, numbers // self.drafter.spec.vocab_size))
         return [slice(begin, begin + size) for begin in range(0, self.rows.shape[0], size)]
 
+    @property
+    def needs_rejection(self) -> bool:
+        return self.with_figures or self.weights.total_variation > 0
+
     def target(self, chunk: slice) -> _Target:
+        """The target's distributions. A reduced draft vocabulary needs logits over all tokens only for rejection and
+        figures: with 8,192 of 49,152 tokens, they would take a third of a training step."""
         head, vocabulary = self.drafter.head, self.drafter.vocabulary
-        full_log = F.log_softmax(_precise(head.logits(self.real[chunk].to(head.weight.dtype))), dim=-1)
-        best = full_log.argmax(dim=-1) if self.with_figures else None
-        log = vocabulary.select(full_log)
-        probs = log.exp()
+        real = self.real[chunk].to(head.weight.dtype)
+        known_log = F.log_softmax(_precise(vocabulary.logits(real)), dim=-1)
+        known = known_log.exp()
+        is_top = _top(known, self.weights.kl_top_k)
         if not vocabulary.is_reduced:
-            return _Target(best, probs, log, probs)
-        known_log = F.log_softmax(log, dim=-1)
-        return _Target(best, probs, known_log, known_log.exp())
+            best = known_log.argmax(dim=-1) if self.with_figures else None
+            return _Target(known_log, known, is_top, known if self.needs_rejection else None, best)
+        if not self.needs_rejection:
+            return _Target(known_log, known, is_top, None, None)
+        full_log = F.log_softmax(_precise(head.logits(real)), dim=-1)
+        best = full_log.argmax(dim=-1) if self.with_figures else None
+        return _Target(known_log, known, is_top, vocabulary.select(full_log).exp_(), best)
 
 
 class _Sums(torch.autograd.Function):
@@ -177,7 +190,7 @@ def _add_chunk(
     with torch.set_grad_enabled(gradients is not None):
         logits = prediction.project(hidden, *trained)
     draft_log = F.log_softmax(_precise(logits.detach()), dim=-1)
-    divergence = (target.known * (target.known_log - draft_log)).sum(dim=-1)
+    divergence, wanted = _divergence(draft_log, target)
     share = is_made.to(sums.dtype) * prediction.weight
     sums[0] += (share * divergence).sum()
     if target.best is not None:
@@ -186,21 +199,47 @@ def _add_chunk(
         index = (ahead - 1).clamp(0, MAX_STEPS_AHEAD - 1)
         counts.scatter_add_(1, index.expand(2, -1), torch.stack([is_right & is_counted, is_counted]).long())
     probs = draft_log.exp_()
-    if job.with_figures or job.weights.total_variation:
+    if target.probs is not None:
         overlap = torch.minimum(target.probs, probs).sum(dim=-1)
         sums[1] += (share * (1.0 - overlap)).sum()
     if gradients is not None:
-        slope = _slope(probs, target, job.weights).mul_(share[:, None]).to(logits.dtype)
+        slope = _slope(probs, wanted, target, job.weights).mul_(share[:, None]).to(logits.dtype)
         gradients.add(chunk, *torch.autograd.grad(logits, [hidden, *trained], slope))
 
 
-def _slope(probs: Float[Tensor, "rows draft"], target: _Target, weights: LossConfig) -> Float[Tensor, "rows draft"]:
+def _top(known: Float[Tensor, "rows draft"], k: int | None) -> Bool[Tensor, "rows draft"] | None:
+    if k is None or k >= known.shape[1]:
+        return None
+    return torch.zeros_like(known, dtype=torch.bool).scatter_(1, known.topk(k, dim=-1).indices, True)
+
+
+def _divergence(
+    draft_log: Float[Tensor, "rows draft"], target: _Target
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows draft"]]:
+    """KL(p || q), and the p that its gradient with respect to q's logits, q - p, is taken to.
+
+    With `losses.kl_top_k`, all tokens outside the target's top k are one event, and p shares that event's probability
+    among them in q's own proportions: their order is not trained.
+    """
+    if target.is_top is None:
+        return (target.known * (target.known_log - draft_log)).sum(dim=-1), target.known
+    top, smallest = target.is_top, torch.finfo(draft_log.dtype).tiny
+    known, draft = target.known * top, draft_log.exp()
+    rest = (target.known * ~top).sum(dim=-1).clamp(min=smallest)
+    draft_rest = (draft * ~top).sum(dim=-1).clamp(min=smallest)
+    difference = (known * (target.known_log - draft_log)).sum(dim=-1) + rest * (rest.log() - draft_rest.log())
+    return difference, torch.where(top, known, draft * (rest / draft_rest)[:, None])
+
+
+def _slope(
+    probs: Float[Tensor, "rows draft"], wanted: Float[Tensor, "rows draft"], target: _Target, weights: LossConfig
+) -> Float[Tensor, "rows draft"]:
     """The gradient with respect to the logits of softmax q = `probs`, row by row.
 
-    Of KL(p || q): q - p. Of 1 - sum min(p, q), with s = 1 where q < p and else 0: -q (s - sum q s).
+    Of KL(p || q) with p = `wanted`: q - p. Of 1 - sum min(p, q), with s = 1 where q < p and else 0: -q (s - sum q s).
     """
-    slope = (probs - target.known).mul_(weights.kl)
-    if weights.total_variation:
+    slope = (probs - wanted).mul_(weights.kl)
+    if weights.total_variation and target.probs is not None:
         below = probs * (probs < target.probs)
         below.addcmul_(probs, below.sum(dim=-1, keepdim=True), value=-1.0)
         slope.sub_(below, alpha=weights.total_variation)

@@ -13,15 +13,17 @@ from tiny_targets import TinyTarget, load_target
 
 from moray.batch import Taps, TrainBatch
 from moray.distill import token_losses
-from moray.distill.configs import LossConfig
+from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import LossSums, distillation_loss
 from moray.distill.masks import draw_view, loss_positions, verified_start
+from moray.distill.objective import Objective
 from moray.drafters.learner import DraftOutput, DraftView, Prediction
 
 WEIGHTS = {
     "kl": LossConfig(feature=0.0, kl=0.7),
     "acceptance": LossConfig(feature=0.0, kl=0.0, total_variation=0.9),
     "all": LossConfig(feature=0.5, kl=0.3, total_variation=0.2),
+    "top": LossConfig(feature=0.0, kl=0.6, kl_top_k=9, total_variation=0.1),
 }
 
 
@@ -43,10 +45,21 @@ def plain_loss(output, batch, positions, drafter, weights) -> torch.Tensor:
         made = positions & (prediction.start != column)
         target = drafter.vocabulary.select(drafter.head.logits(batch.taps.hidden[-1][made]).log_softmax(-1))
         draft = prediction.score(prediction.hidden[made]).log_softmax(-1)
-        kl = F.kl_div(draft, target.log_softmax(-1), reduction="sum", log_target=True)
+        known, guess = target.log_softmax(-1), draft
+        if weights.kl_top_k is not None:
+            known, guess = top_and_rest(known, guess, weights.kl_top_k)
+        kl = F.kl_div(guess, known, reduction="sum", log_target=True)
         refused = (1.0 - torch.minimum(target.exp(), draft.exp()).sum(dim=-1)).sum()
         total = total + prediction.weight * (weights.kl * kl + weights.total_variation * refused)
     return total
+
+
+def top_and_rest(known: torch.Tensor, guess: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probabilities of the k most likely tokens of `known`, and of all others together, of both."""
+    order = known.argsort(dim=-1, descending=True)
+    pairs = (log.gather(1, order) for log in (known, guess))
+    first, second = (torch.cat([log[:, :k], log[:, k:].logsumexp(-1, keepdim=True)], dim=1) for log in pairs)
+    return first, second
 
 
 def in_double(output: DraftOutput, batch: TrainBatch) -> tuple[DraftOutput, TrainBatch, list[torch.Tensor]]:
@@ -162,9 +175,76 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(monkeypatch, many_
     assert large.largest <= max(small.largest, CHUNK * VOCABULARY * 4)
 
 
+def test_a_reduced_vocabulary_is_trained_without_logits_over_all_tokens(monkeypatch, many_tokens):
+    monkeypatch.setattr(token_losses, "_MAX_CHUNK", CHUNK)
+    reduced = 100
+    drafter = build(many_tokens, VARIANTS["eagle-0"].model_copy(update={"draft_vocab_size": reduced}))
+    batch = batch_of(many_tokens.target, [list(range(40))], 5, drafter.needs)
+    output = drafter(batch, DraftView((torch.arange(40) - 1).clamp(min=0)[None], None))
+    positions, weights = loss_positions(batch), LossConfig(feature=0.0, kl=1.0)
+
+    def largest(with_figures: bool) -> int:
+        return memory_use(
+            lambda: distillation_loss(output, batch, positions, drafter, weights, with_figures).total
+        ).largest
+
+    assert largest(with_figures=False) <= max(CHUNK * reduced, 40 * 16) * 4
+    assert largest(with_figures=True) >= CHUNK * VOCABULARY * 4
+
+
+def test_a_share_of_the_positions_stands_for_all(tiny):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 33)], 5, drafter.needs)
+    view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
+    output, positions = drafter(batch, view), loss_positions(batch)
+    weights = LossConfig(feature=0.5, kl=1.0, position_share=0.3)
+
+    def sums(weights: LossConfig, seed: int) -> LossSums:
+        return distillation_loss(output, batch, positions, drafter, weights, seed=seed)
+
+    every = sums(weights.for_validation(), 0)
+    some = [sums(weights, seed) for seed in range(300)]
+    assert {int(one.count) for one in some} == {int(every.count)}
+    assert int(some[0].count_by_step.sum()) == pytest.approx(0.3 * int(every.count), abs=1)
+    assert len({float(one.kl) for one in some}) > 250
+    assert torch.equal(some[7].total, sums(weights, 7).total)
+    assert {float(one.feature) for one in some} == {float(every.feature)}
+    assert sum(float(one.kl) for one in some) / 300 == pytest.approx(float(every.kl), rel=0.05)
+    total = some[0].total.detach()
+    torch.testing.assert_close(total, 0.5 * some[0].feature + some[0].kl)
+
+
+def test_total_variation_gets_its_weight_late(tiny):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40)], 5, drafter.needs)
+    view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
+    late = LossConfig(kl=1.0, total_variation=0.5, total_variation_start=0.7)
+
+    def total(losses: LossConfig, progress: float) -> float:
+        objective = Objective(drafter, losses, TrainConfig())
+        return float(objective(batch, replace(view, progress=progress))[0].detach())
+
+    without, with_it = late.model_copy(update={"total_variation": 0.0}), LossConfig(kl=1.0, total_variation=0.5)
+    assert total(late, 0.7) == total(without, 0.7) < total(with_it, 0.7)
+    assert total(late, 0.71) == total(with_it, 0.71)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"total_variation_start": 0.5}, "losses.total_variation_start is 0.5, but losses.total_variation is 0"),
+        ({"kl": 0, "total_variation": 1.0, "kl_top_k": 5}, "losses.kl_top_k is 5, but losses.kl is 0"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**settings)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 60])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_without_figures_loss_and_gradients_are_the_same_bits(tiny, weights):
-    drafter = build(tiny, VARIANTS["moa-0"]).train()
+def test_without_figures_loss_and_gradients_are_the_same_bits(tiny, weights, draft_vocab_size):
+    drafter = build(tiny, VARIANTS["moa-0"].model_copy(update={"draft_vocab_size": draft_vocab_size})).train()
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 33)], 5, drafter.needs)
     view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
     found: list[tuple[LossSums, list[torch.Tensor]]] = []
