@@ -28,7 +28,7 @@ with ray_session(RayConfig(num_cpus=3)):
         manifest = read_manifest(CacheStore(sys.argv[1]))
         plan = plan_epoch(manifest.lengths, 384, 0, 0, 1)[0]
         reader = Reader(sys.argv[1], manifest, TapNeeds((0, 2), (-1,)))
-        batches = [data shard.whole("cpu") for (data shard,) in stream_updates(reader, {0: plan})]
+        batches = [data_shard.whole("cpu") for (data_shard,) in stream_updates(reader, {0: plan})]
         return sorted(row[mask].tolist() for b in batches for row, mask in zip(b.tokens, b.response_mask))
     before = epoch()
     shards = compact(sys.argv[1], 16, 2)
