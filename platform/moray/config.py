@@ -7,6 +7,7 @@ error answer at once. For the same reason configuration classes live in torch-fr
 
 import argparse
 import json
+import logging
 import re
 import shutil
 import signal
@@ -256,7 +257,7 @@ def run_command(command: Callable[[], None], again: str = "run the same command 
     """Run a command and turn our own errors into one line and an exit code."""
     ended = threading.Event()
     try:
-        with _sigterm_interrupts(ended):
+        with _sigterm_interrupts(ended), _shown_log():
             command()
     except MorayError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
@@ -264,6 +265,20 @@ def run_command(command: Callable[[], None], again: str = "run the same command 
     except KeyboardInterrupt:
         print(f"ended by SIGTERM: {again}" if ended.is_set() else f"\ninterrupted: {again}", file=sys.stderr)
         sys.exit(143 if ended.is_set() else 130)
+
+
+@contextmanager
+def _shown_log() -> Iterator[None]:
+    """Print what our modules log, such as which kernels were chosen for a target, on standard error."""
+    logger, handler = logging.getLogger("moray"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -58,8 +58,6 @@ def load_target(config: MeasurementConfig, categories: tuple[str, ...] = ()) -> 
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     with Progress(f"load target {config.target.model}"):
         target = Target.load(config.target)
-    if target.kernels is not None and target.kernels.reason:
-        print(target.kernels.reason)
     return Loaded(questions, tokenizer, target)
 
 

@@ -19,37 +19,49 @@ class LossConfig(Config):
     total_variation: float = Field(default=0.0, ge=0)
     """Weight of the total variation distance, 1 - sum min(p, q); 0 leaves it out. It is the probability that a drafted
     token is rejected."""
-    total_variation_start: float = Field(default=0.0, ge=0, lt=1)
+    total_variation_start_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the run's updates before total_variation has its weight; until then the weight is 0."""
     kl_top_k: int | None = Field(default=None, ge=1)
-    """Compare the target's k most likely tokens and the sum of all others in the KL; null for every token."""
+    """Compare the k most likely tokens and the sum of all others in the KL; null for every token. Both are of the draft
+    vocabulary. The reported KL is that of these k + 1 events, which is at most the whole one."""
     position_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a batch's positions whose distributions are compared, drawn anew for every batch; 1 for all."""
+    """Share of a batch's positions whose distributions are compared, drawn anew for every batch; 1 for all. The feature
+    loss still takes all positions."""
 
     renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
 
     @model_validator(mode="after")
     def _check(self) -> "LossConfig":
-        if self.total_variation_start and not self.total_variation:
+        if self.total_variation_start_share and not self.total_variation:
             raise ValueError(
-                f"losses.total_variation_start is {self.total_variation_start:g}, but losses.total_variation is 0: "
-                "give a weight, or leave total_variation_start out"
+                f"losses.total_variation_start_share is {self.total_variation_start_share:g}, but "
+                "losses.total_variation is 0: give it a weight, or leave total_variation_start_share out"
             )
         if self.kl_top_k is not None and not self.kl:
             raise ValueError(
-                f"losses.kl_top_k is {self.kl_top_k}, but losses.kl is 0: give kl a weight, or leave it out"
+                f"losses.kl_top_k is {self.kl_top_k}, but losses.kl is 0: give kl a weight, or leave kl_top_k out"
+            )
+        if self.position_share < 1 and not self.kl + self.total_variation:
+            raise ValueError(
+                f"losses.position_share is {self.position_share:g}, but losses.kl and losses.total_variation are 0: "
+                "give one of them a weight, or leave position_share out"
             )
         return self
 
+    @property
+    def is_idle_at_first(self) -> bool:
+        """Whether no loss between distributions has a weight before `total_variation_start_share`."""
+        return self.total_variation_start_share > 0 and not self.kl
+
     def at(self, progress: float) -> "LossConfig":
-        """The weights when this share of the run's updates is done."""
-        if progress > self.total_variation_start or not self.total_variation:
+        """The weights of the update after which this share of the run's updates is done."""
+        if progress > self.total_variation_start_share or not self.total_variation:
             return self
         return self.model_copy(update={"total_variation": 0.0})
 
     def for_validation(self) -> "LossConfig":
-        """The final weights, over all positions."""
-        return self.at(1.0).model_copy(update={"position_share": 1.0})
+        """The final weights, over all tokens and positions, so that drafters can be compared."""
+        return self.model_copy(update={"kl_top_k": None, "position_share": 1.0})
 
 
 class InitialWeights(Config):
@@ -188,7 +200,7 @@ class TrainConfig(Config):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep."""
     logging_steps: int = Field(default=10, ge=1)
-    """Optimizer updates from one report of metrics to the next."""
+    """Optimizer updates from one report of metrics to the next; the update of a checkpoint is reported too."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "accumulate": "gradient_accumulation_steps",

@@ -31,7 +31,7 @@ class Progress:
 
 
 Report = Callable[[Progress, dict[str, float]], None]
-"""report(progress, metrics), called every `logging_steps` and after the last update."""
+"""report(progress, metrics), called every `logging_steps`, before each save and after the last update."""
 
 Save = Callable[[Progress], None]
 """save(progress), called every `save_steps` and after the last update."""
@@ -88,7 +88,8 @@ def train(
         return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
     for data_shards in updates:
-        is_reported = (step + 1) % config.logging_steps == 0 or step + 1 == span.last_step
+        is_saved = (step + 1) % config.save_steps == 0 or step + 1 == span.last_step
+        is_reported = is_saved or (step + 1) % config.logging_steps == 0
         context = UpdateContext(
             step,
             span.steps_per_epoch,
@@ -103,14 +104,12 @@ def train(
         step += 1
         watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
-        is_saved = step % config.save_steps == 0 or step == span.last_step
-        if not is_reported and not is_saved:
+        if not is_reported:
             continue
         watch.check()
         done = progress()
-        if is_reported:
-            others = {"learning_rate": parallel.learning_rate, "peak_memory_bytes": _peak_memory(device)}
-            report(done, result.metrics(losses.at(step / span.total_steps)) | others)
+        run_metrics = {"learning_rate": parallel.learning_rate, "peak_memory_bytes": _peak_memory(device)}
+        report(done, result.metrics(losses.at(step / span.total_steps)) | run_metrics)
         if is_saved:
             save(done)
     watch.check()

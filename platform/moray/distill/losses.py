@@ -59,18 +59,14 @@ def distillation_loss(
         share = weight[rows] if isinstance(weight, Tensor) else weight
         feature = feature + (difference.mean(dim=-1) * share).sum()
     penalty = torch.zeros_like(feature) if output.penalty is None else output.penalty
-    drawn, scale = _draw(rows.shape[0], weights.position_share, seed, rows.device)
-    if drawn is None:
-        tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
-    else:
-        tokens = token_losses(
-            output.predictions, real[drawn], rows[drawn], columns[drawn], drafter, weights, with_figures
-        )
+    drawn, factor = _draw(rows.shape[0], weights.position_share, seed, rows.device)
+    real, rows_drawn, columns_drawn = real[drawn], rows[drawn], columns[drawn]
+    tokens = token_losses(output.predictions, real, rows_drawn, columns_drawn, drafter, weights, with_figures)
     return LossSums(
-        total=weights.feature * feature + scale * tokens.weighted + penalty,
+        total=weights.feature * feature + factor * tokens.weighted + penalty,
         feature=feature.detach(),
-        kl=scale * tokens.kl,
-        rejection=scale * tokens.rejection,
+        kl=factor * tokens.kl,
+        rejection=factor * tokens.rejection,
         penalty=penalty.detach(),
         count=torch.full((), rows.shape[0], device=rows.device),
         correct_by_step=tokens.counts[0],
@@ -78,17 +74,13 @@ def distillation_loss(
     )
 
 
-def _draw(count: int, share: float, seed: int, device: torch.device) -> tuple[Int[Tensor, " drawn"] | None, float]:
-    """The positions, of `count`, at which distributions are compared, and the factor that scales their sum to all.
-
-    Returns:
-        None and 1 for all positions.
-    """
+def _draw(count: int, share: float, seed: int, device: torch.device) -> tuple[slice | Int[Tensor, " drawn"], float]:
+    """Which of `count` positions have their distributions compared, and the factor that scales their sum to all."""
     if share == 1.0 or count < 2:
-        return None, 1.0
+        return slice(None), 1.0
     num_drawn = max(1, round(share * count))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    return order[:num_drawn].sort().values.to(device), count / num_drawn
+    return order[:num_drawn].sort().values.to(device, non_blocking=True), count / num_drawn
 
 
 def simulated_tau(accuracy_by_step: list[float]) -> float:

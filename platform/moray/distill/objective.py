@@ -24,6 +24,12 @@ class Objective(nn.Module):
     def __init__(self, drafter: Learner, losses: LossConfig, train: TrainConfig) -> None:
         super().__init__()
         self.drafter = drafter
+        num_tokens = drafter.vocabulary.size
+        if losses.kl_top_k is not None and losses.kl_top_k >= num_tokens:
+            raise ConfigError(
+                f"losses.kl_top_k is {losses.kl_top_k}; the draft vocabulary has {num_tokens} tokens: give fewer, or "
+                "leave kl_top_k out"
+            )
         self._losses = losses
         if train.precision == "auto":
             raise ConfigError(
@@ -46,7 +52,8 @@ class Objective(nn.Module):
             output = self.drafter.forward(batch, view)
         weights = self._losses.at(view.progress)
         positions = loss_positions(batch)
-        sums = distillation_loss(output, batch, positions, self.drafter, weights, with_figures, view.seed)
+        seed = view.seed + 1  # the drafter draws its noise from the seed itself
+        sums = distillation_loss(output, batch, positions, self.drafter, weights, with_figures, seed)
         return tuple(getattr(sums, field.name) for field in fields(LossSums))
 
 

@@ -50,7 +50,7 @@ class _Target:
     known: Float[Tensor, "rows draft"]
     """Their exponentials."""
     is_top: Bool[Tensor, "rows draft"] | None
-    """The `losses.kl_top_k` most likely tokens of the draft vocabulary; None for all."""
+    """Which tokens are the `losses.kl_top_k` most likely ones; None for all tokens."""
     probs: Float[Tensor, "rows draft"] | None
     """Probabilities as they are, which add up to 1 only over the whole vocabulary; None if nothing needs them."""
     best: Int[Tensor, " rows"] | None
@@ -93,26 +93,24 @@ class _Job:
         size = max(1, min(_MAX_CHUNK, numbers // self.drafter.spec.vocab_size))
         return [slice(begin, begin + size) for begin in range(0, self.rows.shape[0], size)]
 
-    @property
-    def needs_rejection(self) -> bool:
-        return self.with_figures or self.weights.total_variation > 0
-
     def target(self, chunk: slice) -> _Target:
-        """The target's distributions. A reduced draft vocabulary needs logits over all tokens only for rejection and
-        figures: with 8,192 of 49,152 tokens, they would take a third of a training step."""
+        """The target's distributions. With a reduced draft vocabulary, logits over all tokens are computed only for
+        rejection and figures."""
         head, vocabulary = self.drafter.head, self.drafter.vocabulary
         real = self.real[chunk].to(head.weight.dtype)
-        known_log = F.log_softmax(_precise(vocabulary.logits(real)), dim=-1)
+        # Not `vocabulary.logits`: a drafter packed for decoding rounds its rows.
+        logits = _precise(F.linear(real, vocabulary.rows) if vocabulary.is_reduced else head.logits(real))
+        known_log = F.log_softmax(logits, dim=-1)
         known = known_log.exp()
         is_top = _top(known, self.weights.kl_top_k)
-        if not vocabulary.is_reduced:
-            best = known_log.argmax(dim=-1) if self.with_figures else None
-            return _Target(known_log, known, is_top, known if self.needs_rejection else None, best)
-        if not self.needs_rejection:
+        if not (self.with_figures or self.weights.total_variation):
             return _Target(known_log, known, is_top, None, None)
-        full_log = F.log_softmax(_precise(head.logits(real)), dim=-1)
-        best = full_log.argmax(dim=-1) if self.with_figures else None
-        return _Target(known_log, known, is_top, vocabulary.select(full_log).exp_(), best)
+        full = _precise(head.logits(real)) if vocabulary.is_reduced else logits
+        best = full.argmax(dim=-1) if self.with_figures else None
+        if not vocabulary.is_reduced:
+            return _Target(known_log, known, is_top, known, best)
+        share = (logits.logsumexp(dim=-1, keepdim=True) - full.logsumexp(dim=-1, keepdim=True)).exp()
+        return _Target(known_log, known, is_top, known * share, best)
 
 
 class _Sums(torch.autograd.Function):
@@ -216,19 +214,20 @@ def _top(known: Float[Tensor, "rows draft"], k: int | None) -> Bool[Tensor, "row
 def _divergence(
     draft_log: Float[Tensor, "rows draft"], target: _Target
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows draft"]]:
-    """KL(p || q), and the p that its gradient with respect to q's logits, q - p, is taken to.
+    """KL(p || q), and the target probabilities p whose difference q - p is the gradient in q's logits.
 
     With `losses.kl_top_k`, all tokens outside the target's top k are one event, and p shares that event's probability
     among them in q's own proportions: their order is not trained.
     """
     if target.is_top is None:
         return (target.known * (target.known_log - draft_log)).sum(dim=-1), target.known
-    top, smallest = target.is_top, torch.finfo(draft_log.dtype).tiny
-    known, draft = target.known * top, draft_log.exp()
-    rest = (target.known * ~top).sum(dim=-1).clamp(min=smallest)
-    draft_rest = (draft * ~top).sum(dim=-1).clamp(min=smallest)
-    difference = (known * (target.known_log - draft_log)).sum(dim=-1) + rest * (rest.log() - draft_rest.log())
-    return difference, torch.where(top, known, draft * (rest / draft_rest)[:, None])
+    top = target.is_top
+    rest_log = target.known_log.masked_fill(top, -torch.inf).logsumexp(dim=-1)
+    draft_rest = draft_log.masked_fill(top, -torch.inf)
+    rest = rest_log.exp()
+    difference = torch.where(top, target.known * (target.known_log - draft_log), 0.0).sum(dim=-1)
+    difference = difference + rest * (rest_log - draft_rest.logsumexp(dim=-1))
+    return difference, torch.where(top, target.known, rest[:, None] * draft_rest.softmax(dim=-1))
 
 
 def _slope(

@@ -1,5 +1,6 @@
 """Builds the drafters that a configuration names, ready to decode in the target's precision."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from moray.targets.loading import describe_nonfinite
 from moray.targets.model import Target
 from moray.targets.spec import fingerprint, resolve_folder
 from moray.text import ChatTokenizer
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def load_drafters(
@@ -68,7 +71,7 @@ def build_drafters(
             )
         chosen = drafter.pack()
         if chosen:
-            print(f"drafter {name}: {chosen}")
+            _LOGGER.info("drafter %s: %s", name, chosen)
         drafters[name] = drafter
     return drafters
 

@@ -5,6 +5,7 @@ If its weights are packed, on a CPU, its layers compute in fused operations (see
 Everything that a drafter may read leaves this module as taps. It does not know drafters, trees or sampling.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from moray.targets.packed_linear import Kernels, PackedLinear, choose_kernels, l
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Target:
         if packs and device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
             target.pack()
+            target.log_kernels()
         return target
 
     def pack(self) -> None:
@@ -106,6 +110,12 @@ class Target:
             fuse_layers(self.model, self.kernels)
             self.model.lm_head = PackedLinear(self.model.lm_head, self.kernels)
             move_to_huge_pages()
+
+    def log_kernels(self) -> None:
+        """Log one line on which kernels were chosen, which commands print; none for a small model, for which nothing is
+        measured."""
+        if self.kernels is not None and self.kernels.reason:
+            _LOGGER.info("target %s: %s", self.config.model, self.kernels.reason)
 
     @property
     def config(self) -> TargetConfig:

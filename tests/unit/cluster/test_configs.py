@@ -3,7 +3,7 @@
 import pytest
 from tiny_drafters import DRAFTERS
 
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import DistillConfig, SparsifyConfig
 from moray.config import validate
 from moray.errors import ConfigError
 
@@ -34,3 +34,13 @@ def test_losses_of_nothing_are_refused():
     losses = {"feature": 0.0, "kl": 0.0}
     with pytest.raises(ConfigError, match="nothing to learn from"):
         validate(DistillConfig, GIVEN | {"drafter": DRAFTERS["moa"][0].model_dump(mode="json"), "losses": losses})
+
+
+def test_training_that_would_begin_late_is_refused():
+    losses = {"feature": 0.0, "kl": 0.0, "total_variation": 1.0, "total_variation_start_share": 0.5}
+    message = r"total_variation_start_share is 0\.5, and no other loss has a weight.* give losses\.kl or "
+    with pytest.raises(ConfigError, match=message + r"losses\.feature"):
+        validate(DistillConfig, GIVEN | {"drafter": DRAFTERS["moa"][0].model_dump(mode="json"), "losses": losses})
+    with pytest.raises(ConfigError, match=message + r"sparse\.ce_weight"):
+        validate(SparsifyConfig, GIVEN | {"losses": losses})
+    validate(SparsifyConfig, GIVEN | {"losses": losses, "sparse": {"ce_weight": 1.0}})

@@ -107,13 +107,34 @@ def test_reports_and_saves_come_at_their_steps_and_at_the_end(tiny, batches):
     drafter = build(tiny, VARIANTS["moa-0"])
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     reports, saves = run(drafter, optimiser, batches[:7], 0, TrainConfig(logging_steps=3, save_steps=4), total=7)
-    assert [step for step, _ in reports] == [3, 6, 7]
+    assert [step for step, _ in reports] == [3, 4, 6, 7]
     assert saves == [4, 7]
     assert not drafter.training
     for _, metrics in reports:
         assert metrics["learning_rate"] > 0
         assert 1.0 <= metrics["simulated_tau"] <= 9.0
         assert 0.0 <= metrics["accuracy"] <= 1.0
+
+
+def test_total_variation_gets_its_weight_after_its_share_of_the_updates(tiny, batches):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    losses = LossConfig(feature=0.0, kl=1.0, total_variation=3.0, total_variation_start_share=0.5)
+    reports: list[dict[str, float]] = []
+    config, span = TrainConfig(logging_steps=1), Span(Progress(), total_steps=4, steps_per_epoch=4, epochs=1)
+    updates = ([as_data_shard(batch)] for batch in batches[:4])
+    train(
+        Replicas(drafter, optimiser, losses, config),
+        updates,
+        span,
+        losses,
+        config,
+        lambda _, metrics: reports.append(metrics),
+        lambda _: None,
+    )
+    extra = [round(metrics["loss"] - metrics["kl"], 4) for metrics in reports]
+    assert extra == [0, 0, *(round(3.0 * (1 - metrics["acceptance"]), 4) for metrics in reports[2:])]
+    assert min(extra[2:]) > 0.1
 
 
 def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):

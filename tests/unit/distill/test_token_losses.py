@@ -1,5 +1,7 @@
 """Losses over the vocabulary against the plain formula under autograd, in float64; and the memory they take."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,13 @@ from tiny_drafters import TRAINED, VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
 from moray.batch import Taps, TrainBatch
-from moray.distill import token_losses
+from moray.distill import losses, token_losses
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import LossSums, distillation_loss
 from moray.distill.masks import draw_view, loss_positions, verified_start
 from moray.distill.objective import Objective
 from moray.drafters.learner import DraftOutput, DraftView, Prediction
+from moray.errors import ConfigError
 
 WEIGHTS = {
     "kl": LossConfig(feature=0.0, kl=0.7),
@@ -101,8 +104,8 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, reques
     output = drafter(batch, DraftView(start, None, layer_counts=drafter.layer_counts[:2]))
     weights, positions = WEIGHTS[terms], loss_positions(batch)
     if terms == "all":  # down to every weight, as precisely as single precision has it
-        losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
-        expected, found = (torch.autograd.grad(loss, list(drafter.parameters()), retain_graph=True) for loss in losses)
+        both = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
+        expected, found = (torch.autograd.grad(loss, list(drafter.parameters()), retain_graph=True) for loss in both)
         for ours, theirs in zip(found, expected, strict=True):
             assert float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
             assert float(theirs.norm()) > 0
@@ -110,9 +113,9 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, reques
     request.addfinalizer(lm_head.float)
     drafter.vocabulary._forget_rows()
     output, batch, leaves = in_double(output, batch)
-    losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=1e-11)
-    expected, found = (torch.autograd.grad(3.0 * loss, leaves, allow_unused=True) for loss in losses)
+    both = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
+    torch.testing.assert_close(both[1], both[0], rtol=1e-11, atol=1e-11)
+    expected, found = (torch.autograd.grad(3.0 * loss, leaves, allow_unused=True) for loss in both)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None or not ours.any()) if theirs is None else True
         if theirs is not None:
@@ -131,6 +134,18 @@ def test_without_gradients_the_values_are_the_same(tiny):
         without = total_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights)
     assert not without.requires_grad
     assert torch.equal(without, with_gradients.detach())
+
+
+def exact(drafter) -> Callable[..., torch.Tensor]:
+    rows = drafter.vocabulary.rows
+    return lambda hidden: F.linear(hidden, rows)
+
+
+class Zeros:
+    """Packed rows that have lost all precision."""
+
+    def linear(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape[0], 60)
 
 
 VOCABULARY, CHUNK = 3000, 16
@@ -197,7 +212,7 @@ def test_a_share_of_the_positions_stands_for_all(tiny):
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 33)], 5, drafter.needs)
     view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
     output, positions = drafter(batch, view), loss_positions(batch)
-    weights = LossConfig(feature=0.5, kl=1.0, position_share=0.3)
+    weights = LossConfig(feature=0.5, kl=1.0, total_variation=0.2, position_share=0.3)
 
     def sums(weights: LossConfig, seed: int) -> LossSums:
         return distillation_loss(output, batch, positions, drafter, weights, seed=seed)
@@ -210,15 +225,57 @@ def test_a_share_of_the_positions_stands_for_all(tiny):
     assert torch.equal(some[7].total, sums(weights, 7).total)
     assert {float(one.feature) for one in some} == {float(every.feature)}
     assert sum(float(one.kl) for one in some) / 300 == pytest.approx(float(every.kl), rel=0.05)
+    assert sum(float(one.rejection) for one in some) / 300 == pytest.approx(float(every.rejection), rel=0.05)
     total = some[0].total.detach()
-    torch.testing.assert_close(total, 0.5 * some[0].feature + some[0].kl)
+    torch.testing.assert_close(total, 0.5 * some[0].feature + some[0].kl + 0.2 * some[0].rejection)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "drawn"), [(0, 0.3, 0), (1, 0.3, 1), (2, 0.1, 1), (10, 0.26, 3), (10, 1.0, 10)]
+)
+def test_at_least_one_position_is_drawn_where_there_is_one(count, share, drawn):
+    chosen, factor = losses._draw(count, share, 0, torch.device("cpu"))
+    places = torch.arange(count)[chosen]
+    assert len(places) == drawn == len(set(places.tolist()))
+    assert factor * drawn == pytest.approx(count)
+
+
+def test_a_tail_that_the_drafter_excludes_still_has_a_gradient():
+    known_log = torch.tensor([[0.6, 0.1, 0.3]]).log()
+    draft_log = torch.tensor([[0.0, -300.0, -302.0]]).log_softmax(-1)
+    top = torch.tensor([[True, False, False]])
+    target = token_losses._Target(known_log, known_log.exp(), top, None, None)
+    divergence, wanted = token_losses._divergence(draft_log, target)
+    torch.testing.assert_close(wanted.sum(), torch.tensor(1.0))
+    assert wanted[0, 1] > wanted[0, 2] > 0
+    assert float(divergence) == pytest.approx(0.6 * math.log(0.6) + 0.4 * (math.log(0.4) + 300), rel=1e-3)
+
+
+def test_validation_compares_with_the_targets_own_probabilities(tiny):
+    """A drafter that decodes may have rounded its rows of lm_head."""
+    drafter = build(tiny, VARIANTS["moa-0"].model_copy(update={"draft_vocab_size": 60}))
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40)], 5, drafter.needs)
+    view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output, positions = drafter(batch, view), loss_positions(batch)
+        output = replace(output, predictions=tuple(replace(p, project=exact(drafter)) for p in output.predictions))
+        before = distillation_loss(output, batch, positions, drafter, LossConfig(feature=0.0, kl=1.0))
+        drafter.vocabulary._packed = Zeros()
+        after = distillation_loss(output, batch, positions, drafter, LossConfig(feature=0.0, kl=1.0))
+    assert torch.equal(before.kl, after.kl)
+
+
+def test_more_tokens_at_the_top_than_there_are_is_refused(tiny):
+    drafter = build(tiny, VARIANTS["moa-0"].model_copy(update={"draft_vocab_size": 60}))
+    with pytest.raises(ConfigError, match=r"losses\.kl_top_k is 60; the draft vocabulary has 60 tokens"):
+        Objective(drafter, LossConfig(kl_top_k=60), TrainConfig())
 
 
 def test_total_variation_gets_its_weight_late(tiny):
     drafter = build(tiny, VARIANTS["moa-0"])
     batch = batch_of(tiny.target, [tiny.prompt(0, 40)], 5, drafter.needs)
     view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
-    late = LossConfig(kl=1.0, total_variation=0.5, total_variation_start=0.7)
+    late = LossConfig(kl=1.0, total_variation=0.5, total_variation_start_share=0.7)
 
     def total(losses: LossConfig, progress: float) -> float:
         objective = Objective(drafter, losses, TrainConfig())
@@ -232,8 +289,15 @@ def test_total_variation_gets_its_weight_late(tiny):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"total_variation_start": 0.5}, "losses.total_variation_start is 0.5, but losses.total_variation is 0"),
+        (
+            {"total_variation_start_share": 0.5},
+            "losses.total_variation_start_share is 0.5, but losses.total_variation is 0",
+        ),
         ({"kl": 0, "total_variation": 1.0, "kl_top_k": 5}, "losses.kl_top_k is 5, but losses.kl is 0"),
+        (
+            {"kl": 0, "position_share": 0.5},
+            "losses.position_share is 0.5, but losses.kl and losses.total_variation are 0",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings, message):

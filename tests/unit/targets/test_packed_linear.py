@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_targets import load_target
 from torch import nn
 
+from moray.config import run_command
+from moray.targets import model as target_model
 from moray.targets import packed_linear
 from moray.targets.packed_linear import (
     Kernels,
@@ -132,3 +135,12 @@ def test_weights_that_may_be_rounded_are_where_that_is_faster(monkeypatch, plain
     found = choose_kernels(large, may_round=True)
     assert found.dtype == expected
     assert ("bfloat16" in found.reason) == (expected is not None)
+
+
+def test_a_command_prints_which_kernels_its_target_got(monkeypatch, tmp_path, capsys):
+    chosen = Kernels(False, False, "linear layers: torch's own kernels, because of this test")
+    monkeypatch.setattr(target_model, "choose_kernels", lambda *_, **__: chosen)
+    run_command(lambda: load_target(tmp_path, num_hidden_layers=1))
+    assert capsys.readouterr().err.splitlines()[-1] == f"target {tmp_path}: {chosen.reason}"
+    load_target(tmp_path, num_hidden_layers=1)  # a library prints nothing by itself
+    assert "linear layers" not in capsys.readouterr().err

@@ -26,6 +26,11 @@ from moray.drafters.config_base import DrafterConfigBase
 from moray.drafters.configs import TrainableConfig
 from moray.targets.spec import TargetConfig, read_spec
 
+_IDLE_AT_FIRST = (
+    "losses.total_variation_start_share is {:g}, and no other loss has a weight: nothing would be trained before; give "
+    "losses.kl or {} a weight, or leave total_variation_start_share out"
+)
+
 
 class WorkersConfig(Config):
     """Ray Train workers of one distillation run."""
@@ -196,6 +201,8 @@ class DistillConfig(TrainingConfig):
         losses = self.losses
         if not losses.feature + losses.kl + losses.total_variation:
             raise ValueError("losses: feature, kl and total_variation are all 0: there is nothing to learn from")
+        if losses.is_idle_at_first and not losses.feature:
+            raise ValueError(_IDLE_AT_FIRST.format(losses.total_variation_start_share, "losses.feature"))
         if self.losses.feature and not self.drafter.predicts_features:
             raise ValueError(
                 f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
@@ -231,6 +238,8 @@ class SparsifyConfig(TrainingConfig):
             )
         if not self.losses.kl + self.losses.total_variation + self.sparse.ce_weight:
             raise ValueError("losses.kl, losses.total_variation and sparse.ce_weight are all 0: give one of them")
+        if self.losses.is_idle_at_first and not self.sparse.ce_weight:
+            raise ValueError(_IDLE_AT_FIRST.format(self.losses.total_variation_start_share, "sparse.ce_weight"))
         if self.validation is not None:
             raise ValueError("validation measures drafters; leave it out and measure with pipelines.evaluate sparse")
         if self.parallel.type == "deepspeed":

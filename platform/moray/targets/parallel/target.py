@@ -74,6 +74,7 @@ class ParallelTarget(RankTarget):
         """Whether a command was left unfinished, so that the ranks may be at different places."""
         if packs and self.device.type == "cpu":
             self.pack_all_ranks(choose_kernels(linear_weights(model), num_processes=len(plans)))
+            self.log_kernels()
 
     @property
     def is_split(self) -> bool:
