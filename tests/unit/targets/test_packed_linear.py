@@ -144,3 +144,17 @@ def test_a_command_prints_which_kernels_its_target_got(monkeypatch, tmp_path, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"target {tmp_path}: {chosen.reason}"
     load_target(tmp_path, num_hidden_layers=1)  # a library prints nothing by itself
     assert "linear layers" not in capsys.readouterr().err
+
+
+def test_kernels_that_compute_less_precisely_are_not_used(monkeypatch):
+    """oneDNN may be told to multiply float32 in bfloat16: faster, and no longer the target's text."""
+    large = [torch.randn(2048, 1024) for _ in range(3)]
+    monkeypatch.setattr(packed_linear, "_seconds", lambda *runs: [2.0, 1.0])
+    assert choose_kernels(large).are_packed
+    monkeypatch.setattr(
+        packed_linear, "_packed_linear", lambda x, packed, bias: F.linear(x.bfloat16(), large[0].bfloat16()).float()
+    )
+    found = choose_kernels(3 * large[:1])
+    assert not found.are_packed
+    assert "differ by" in found.reason
+    assert "more than rounding" in found.reason
