@@ -1,5 +1,6 @@
 """The presets fit together: each loads and reads a cache that another fills; evaluations name their outputs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from moray.bench.configs import EvaluateConfig
 from moray.bench.sparse.configs import PredictorConfig, SparseEvaluationConfig
 from moray.cluster.training.configs import DistillConfig, SparsifyConfig
 from moray.config import load_config, read_yaml
-from moray.data.ultrachat import Chat, plan_chunks, read_chunk
+from moray.data.ultrachat import Chat, ChatsConfig, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
 from moray.drafters.loading import folder_of
 from moray.targets.head import TargetHead
@@ -143,3 +144,20 @@ def test_the_chats_that_are_shipped_are_small_and_say_where_they_are_from():
     assert "pipelines.regenerate" in origin
     for path in folder.iterdir():
         assert path.name == "README.md" or path.name in origin, f"{path.name} has no provenance"
+
+
+def test_both_files_of_chats_have_no_question_twice_and_none_that_is_held_out():
+    def chats(pattern: str) -> list[Chat]:
+        config = ChatsConfig(path=str(CONFIGS / "chats" / pattern))
+        rows = [row for chunk in plan_chunks(config) for row in read_chunk(chunk)]
+        assert all(isinstance(row, Chat) for row in rows)
+        return [row for row in rows if isinstance(row, Chat)]
+
+    both = chats("smollm2*.parquet")
+    assert [chat.messages for chat in both[-64:]] == [chat.messages for chat in chats("smollm2.parquet")[-64:]]
+    asked = [chat.messages[0]["content"] for chat in both]
+    assert len(set(asked)) == len(asked)
+    lines = (CONFIGS / "chats" / "smollm2-questions.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = {json.loads(line)["turns"][0] for line in lines}
+    assert len(held_out) == 24
+    assert not held_out & set(asked)
