@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +34,14 @@ _ROWS = (1, 4, 17)
 _HINT = 64
 """Row count for which oneDNN picks the layout; layouts for 4 to 64 rows are equally fast at any row count."""
 _REPEATS = 9
-"""How often packed and plain weights are timed for each row count."""
-_MAX_SECONDS = 1.0
+"""How often packed and plain weights are timed for each row count; more often while the times still fall."""
+_MAX_SECONDS = 2.0
 """On a busy machine, timing stops after this time, once both have run twice."""
+_SETTLED = 0.01
+"""Times no longer fall if one more turn lowers them by at most this share."""
 _GAIN = 1.05
-"""How many times as fast packed weights must be, so that noise does not decide."""
+"""How many times as fast packed weights must be for some number of rows above one, so that noise does not decide; for
+none may they be slower by this factor."""
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far packed weights' results may be from torch's, as a share of their norm, by dtype. Another order of summing
 makes a tenth of this; products in a smaller format, which oneDNN may be told to use, make more."""
@@ -146,7 +151,8 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
             reason = f"packed weights in bfloat16, which are {_said(rounded)} rows times as fast as torch's in float32"
             return Kernels(True, True, f"linear layers: {reason}", torch.bfloat16)
     said = _said(gains)
-    if min(gain for rows, gain in gains.items() if rows > 1) < _GAIN:
+    several = [gain for rows, gain in gains.items() if rows > 1]
+    if max(several) < _GAIN or min(several) < 1 / _GAIN:
         return _stock(f"packed ones are {said} rows times as fast")
     packs_one_row = gains[1] >= _GAIN
     which = "packed weights" if packs_one_row else "packed weights for two rows and more, torch's own kernels for one"
@@ -187,8 +193,8 @@ def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> tup
     for rows in _ROWS:
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
         plain, ours = _seconds(
-            lambda inputs=inputs: [F.linear(*pair) for pair in zip(inputs, tried, strict=True)],
-            lambda inputs=inputs: [weight.linear(x) for x, weight in zip(inputs, packed, strict=True)],
+            [partial(F.linear, x, weight) for x, weight in zip(inputs, tried, strict=True)],
+            [partial(weight.linear, x) for x, weight in zip(inputs, packed, strict=True)],
         )
         gains[rows] = plain / ours
         for x, weight, ours_packed in zip(inputs, tried, packed, strict=True):
@@ -205,18 +211,26 @@ def _are_kernels_there(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _seconds(*runs: Callable[[], object]) -> list[float]:
-    """The shortest time of each run; they take turns, so that other work on the machine affects all alike."""
-    best = [float("inf")] * len(runs)
+def _seconds(*runs: Sequence[Callable[[], object]]) -> list[float]:
+    """The sum of the shortest times of each run's products.
+
+    Runs take turns, and each product has a shortest time of its own: on a busy machine one product of a millisecond may
+    have both cores for itself, where all of them together never do.
+    """
+    best = [[float("inf")] * len(run) for run in runs]
     end = time.perf_counter() + _MAX_SECONDS
-    for turn in range(_REPEATS):
-        for index, run in enumerate(runs):
-            begin = time.perf_counter()
-            run()
-            best[index] = min(best[index], time.perf_counter() - begin)
-        if turn and time.perf_counter() > end:
+    sums = [float("inf")] * len(runs)
+    for turn in count(1):
+        for shortest, run in zip(best, runs, strict=True):
+            for index, product in enumerate(run):
+                begin = time.perf_counter()
+                product()
+                shortest[index] = min(shortest[index], time.perf_counter() - begin)
+        before, sums = sums, [sum(shortest) for shortest in best]
+        is_settled = all(now >= (1 - _SETTLED) * old for now, old in zip(sums, before, strict=True))
+        if (turn >= _REPEATS and is_settled) or (turn > 1 and time.perf_counter() > end):
             break
-    return best
+    return sums
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Packed linear layers: torch's results to rounding, plain weights where they are asked for, chosen by measurement."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,12 +107,12 @@ def test_the_choice_is_measured_and_told(monkeypatch):
     for seconds, expected in (
         ([2.0, 1.0] * 3, (True, True)),
         ([1.0, 1.0, 2.0, 1.0, 2.0, 1.0], (True, False)),
-        ([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], (False, False)),
+        ([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], (True, True)),
+        ([2.0, 1.0, 2.0, 1.0, 0.9, 1.0], (False, False)),
+        ([2.0, 1.0, 1.04, 1.0, 1.04, 1.0], (False, False)),
     ):
         given = iter(seconds)
-        monkeypatch.setattr(
-            packed_linear, "_seconds", lambda *runs, given=given: [run() and next(given) for run in runs]
-        )
+        monkeypatch.setattr(packed_linear, "_seconds", lambda *runs, given=given: [next(given) for _ in runs])
         found = choose_kernels(large)
         assert (found.are_packed, found.pack_one_row, found.dtype) == (*expected, None)
         assert "rows times as fast" in found.reason
@@ -131,7 +133,7 @@ def test_weights_that_may_be_rounded_are_where_that_is_faster(monkeypatch, plain
     large = [torch.randn(2048, 1024) for _ in range(3)]
     pairs = [*zip(plain, packed, strict=True), *zip(plain, rounded, strict=True)]
     given = iter([seconds for pair in pairs for seconds in pair])
-    monkeypatch.setattr(packed_linear, "_seconds", lambda *runs: [run() and next(given) for run in runs])
+    monkeypatch.setattr(packed_linear, "_seconds", lambda *runs: [next(given) for _ in runs])
     found = choose_kernels(large, may_round=True)
     assert found.dtype == expected
     assert ("bfloat16" in found.reason) == (expected is not None)
@@ -158,3 +160,21 @@ def test_kernels_that_compute_less_precisely_are_not_used(monkeypatch):
     assert not found.are_packed
     assert "differ by" in found.reason
     assert "more than rounding" in found.reason
+
+
+def test_other_work_on_the_machine_does_not_choose(monkeypatch):
+    """Each product has a shortest time of its own: here every turn is disturbed, but never at the same product."""
+    now = [0.0]
+    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: now[0])
+
+    def run(seconds: float, disturbed: int) -> list[Callable[[], None]]:
+        turns = [0] * 6
+
+        def product(index: int) -> None:
+            now[0] += seconds + (0.1 if (turns[index] + index) % 6 == disturbed else 0.0)
+            turns[index] += 1
+
+        return [partial(product, index) for index in range(6)]
+
+    found = packed_linear._seconds(run(2e-3, disturbed=0), run(1e-3, disturbed=3))
+    assert found == pytest.approx([12e-3, 6e-3])
