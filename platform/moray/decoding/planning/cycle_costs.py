@@ -80,11 +80,18 @@ class CycleCosts:
         self._rest += (seconds / num_rows - self._rest) / _AVERAGING_CYCLES
 
     def record_request(self, num_requested: int, seconds: float) -> None:
-        """Record the time it took to send new tokens to the drafter and to request drafts."""
+        """Record the time it took to send new tokens to the drafter and to request drafts.
+
+        The first time for a single sequence counts as at most a draft of one level: the first pass of a drafter over
+        one or two tokens may take ten times as long as the next one, and would end drafting for hundreds of cycles.
+        """
         if self._are_requests_old:
             self._requests, self._are_requests_old = {}, False
         size = num_requested.bit_length()
-        known = self._requests.setdefault(size, seconds)
+        first = seconds
+        if num_requested == 1 and self.table is not None:
+            first = min(seconds, *(self.table.draft_seconds(1, 1, n) for n in self._draft_of))
+        known = self._requests.setdefault(size, first)
         self._requests[size] += (min(seconds, 2 * known) - known) / _AVERAGING_CYCLES
 
     def record_draft(self, num_drafted: int, num_levels: int, n: int, seconds: float) -> bool:

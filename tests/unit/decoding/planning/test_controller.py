@@ -526,3 +526,14 @@ def test_asking_whether_drafts_pay_uses_up_no_trial():
         assert not own.pays(1)
     assert drafted[True] == drafted[False]
     assert sum(depth > 0 for depth in drafted[True][50:]) > 0, "it is tried again now and then"
+
+
+def test_one_slow_request_does_not_end_drafting():
+    """A drafter's first pass over one new token may take ten times as long as all others."""
+    own = controller(CHAIN, costs_of(verify=[(1, 0.040), (8, 0.044)], draft=[(1, 0.005), (8, 0.020)]))
+    own.record(3, 2)
+    own.record_request(1, 1, 0.120)
+    assert own.plan(1, 1) is not None
+    for _ in range(50):
+        own.record_request(1, 1, 0.120)
+    assert own.plan(1, 1) is None, "requests that are always slow do"
