@@ -529,7 +529,7 @@ def test_asking_whether_drafts_pay_uses_up_no_trial():
 
 
 def test_one_slow_request_does_not_end_drafting():
-    """A drafter's first pass over one new token may take ten times as long as all others."""
+    """The first one may be an exception, such as a drafter's first pass over a single token."""
     own = controller(CHAIN, costs_of(verify=[(1, 0.040), (8, 0.044)], draft=[(1, 0.005), (8, 0.020)]))
     own.record(3, 2)
     own.record_request(1, 1, 0.120)
