@@ -206,7 +206,7 @@ def _add_chunk(
 
 
 def _top(known: Float[Tensor, "rows draft"], k: int | None) -> Bool[Tensor, "rows draft"] | None:
-    if k is None or k >= known.shape[1]:
+    if k is None:
         return None
     return torch.zeros_like(known, dtype=torch.bool).scatter_(1, known.topk(k, dim=-1).indices, True)
 
