@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 DECAY = 0.97
 """Factor on the weight of a cycle for every cycle after it: about the last 30 count."""
-PRIOR_WEIGHT = 2.0
-"""Weight of the prior for a level never tried, or not tried for a long time, so that it is tried again."""
+_PRIOR_WEIGHT = 6.0
+"""Weight, in drafts, of the prior for a level never tried, or not tried for a long time, so that it is tried again. With
+2, two refusals at the start of an answer end drafting for about 100 cycles (docs/results/decoding.md)."""
 _PRIOR_REFUSALS = 0.3
 _DECAY_LAYER_COUNT = 0.995
 """Like `DECAY`, for comparing values of N: their differences are smaller than the noise of 30 cycles, and last
@@ -76,8 +77,8 @@ class Acceptance:
         one."""
         if len(self._layer_counts) == 1:  # nothing to compare: `_level_ratios` covers it
             return _PRIOR_REFUSALS
-        of_all = (sum(each.refused for each in self._layer_counts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
-            sum(each.reached for each in self._layer_counts.values()) + PRIOR_WEIGHT
+        of_all = (sum(each.refused for each in self._layer_counts.values()) + _PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
+            sum(each.reached for each in self._layer_counts.values()) + _PRIOR_WEIGHT
         )
         own = self._layer_counts[num_target_layers]
         return (own.refused + _PRIOR_LEVELS * of_all) / (own.reached + _PRIOR_LEVELS)
@@ -92,7 +93,7 @@ class Acceptance:
 
     def _level_ratios(self) -> list[float]:
         ratios, belief = [], 1.0
-        weight = PRIOR_WEIGHT * _PRIOR_REFUSALS
+        weight = _PRIOR_WEIGHT * _PRIOR_REFUSALS
         for expected, refused in zip(self._expected, self._refused, strict=True):
             belief = (refused + weight * belief) / (expected + weight)
             ratios.append(belief)

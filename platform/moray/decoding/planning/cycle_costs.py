@@ -33,6 +33,8 @@ class CycleCosts:
         self._requests: dict[int, float] = {}
         """Seconds for sending new tokens to the drafter and requesting drafts, by bit length of the number of
         sequences."""
+        self._has_requested = False
+        """Whether a request has ever been timed."""
         self._are_requests_old = False
         """Whether `_requests` is from before the last pause: the next measurement then replaces all of them."""
 
@@ -82,16 +84,16 @@ class CycleCosts:
     def record_request(self, num_requested: int, seconds: float) -> None:
         """Record the time it took to send new tokens to the drafter and to request drafts.
 
-        The first time for a single sequence counts as at most a draft of one level: one first request that took 36 ms
-        ended drafting for 300 cycles (docs/results/decoding.md).
+        The very first time counts as at most a draft of one level, because a drafter's first request may be slow: one
+        took 36 ms where later ones took 1. Simulated decoding in docs/results/decoding.md shows what that is worth.
         """
         if self._are_requests_old:
             self._requests, self._are_requests_old = {}, False
+        if not self._has_requested and self.table is not None:
+            seconds = min(seconds, *(self.table.draft_seconds(num_requested, 1, n) for n in self._draft_of))
+        self._has_requested = True
         size = num_requested.bit_length()
-        first = seconds
-        if num_requested == 1 and self.table is not None:
-            first = min(seconds, *(self.table.draft_seconds(1, 1, n) for n in self._draft_of))
-        known = self._requests.setdefault(size, first)
+        known = self._requests.setdefault(size, seconds)
         self._requests[size] += (min(seconds, 2 * known) - known) / _AVERAGING_CYCLES
 
     def record_draft(self, num_drafted: int, num_levels: int, n: int, seconds: float) -> bool:

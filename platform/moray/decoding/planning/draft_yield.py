@@ -1,6 +1,9 @@
 """What became of drafts, apart from acceptance by level: how many were empty, and which nodes pruning kept."""
 
-from moray.decoding.planning.acceptance import DECAY, PRIOR_WEIGHT
+from moray.decoding.planning.acceptance import DECAY
+
+_PRIOR_WEIGHT = 2.0
+"""Weight, in drafts, of the initial estimates: every draft is filled, and nodes are as good as their scores."""
 
 
 class DraftYield:
@@ -17,17 +20,17 @@ class DraftYield:
     @property
     def filled(self) -> float:
         """Share of drafts that are not empty."""
-        return (self._num_filled + PRIOR_WEIGHT) / (self._num_answered + PRIOR_WEIGHT)
+        return (self._num_filled + _PRIOR_WEIGHT) / (self._num_answered + _PRIOR_WEIGHT)
 
     @property
     def trust(self) -> float:
         """Ratio of accepted nodes to those that scores promised: 1 for a drafter that is well calibrated."""
-        return (self._kept + PRIOR_WEIGHT) / (self._promised + PRIOR_WEIGHT)
+        return (self._kept + _PRIOR_WEIGHT) / (self._promised + _PRIOR_WEIGHT)
 
     @property
     def nodes_per_level(self) -> float:
         """Nodes per level that pruning keeps; one at first, as in a chain."""
-        return (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
+        return (self._nodes + _PRIOR_WEIGHT) / (self._levels + _PRIOR_WEIGHT)
 
     def record_draft(self, *, is_empty: bool, cycles: float = 1.0) -> None:
         """Record one draft; earlier ones age by `cycles`, a fraction of one if a pass verifies several drafts."""
