@@ -146,18 +146,24 @@ def test_the_chats_that_are_shipped_are_small_and_say_where_they_are_from():
         assert path.name == "README.md" or path.name in origin, f"{path.name} has no provenance"
 
 
-def test_both_files_of_chats_have_no_question_twice_and_none_that_is_held_out():
-    def chats(pattern: str) -> list[Chat]:
-        config = ChatsConfig(path=str(CONFIGS / "chats" / pattern))
-        rows = [row for chunk in plan_chunks(config) for row in read_chunk(chunk)]
-        assert all(isinstance(row, Chat) for row in rows)
-        return [row for row in rows if isinstance(row, Chat)]
+def shipped_chats(pattern: str) -> list[Chat]:
+    """The chats of these files, which are all valid."""
+    config = ChatsConfig(path=str(CONFIGS / "chats" / pattern))
+    rows = [row for chunk in plan_chunks(config) for row in read_chunk(chunk)]
+    chats = [row for row in rows if isinstance(row, Chat)]
+    assert len(chats) == len(rows)
+    return chats
 
-    both = chats("smollm2*.parquet")
-    assert [chat.messages for chat in both[-64:]] == [chat.messages for chat in chats("smollm2.parquet")[-64:]]
-    asked = [chat.messages[0]["content"] for chat in both]
+
+def test_more_chats_leave_those_that_results_hold_out_last():
+    both, first = shipped_chats("smollm2*.parquet"), shipped_chats("smollm2.parquet")
+    assert [chat.messages for chat in both[-64:]] == [chat.messages for chat in first[-64:]]
+
+
+def test_shipped_chats_ask_no_question_twice_and_none_of_the_evaluation():
+    asked = [chat.messages[0]["content"] for chat in shipped_chats("smollm2*.parquet")]
     assert len(set(asked)) == len(asked)
     lines = (CONFIGS / "chats" / "smollm2-questions.jsonl").read_text(encoding="utf-8").splitlines()
-    held_out = {json.loads(line)["turns"][0] for line in lines}
-    assert len(held_out) == 24
-    assert not held_out & set(asked)
+    of_the_evaluation = {json.loads(line)["turns"][0] for line in lines}
+    assert len(of_the_evaluation) == 24
+    assert not of_the_evaluation & set(asked)

@@ -217,7 +217,8 @@ def _divergence(
     """KL(p || q), and the target probabilities p whose difference q - p is the gradient in q's logits.
 
     With `losses.kl_top_k`, all tokens outside the target's top k are one event, and p shares that event's probability
-    among them in q's own proportions: their order is not trained.
+    among them in q's own proportions: their order is not trained. k must be below the size of the draft vocabulary, or
+    KL is NaN; `Objective` refuses others.
     """
     if target.is_top is None:
         return (target.known * (target.known_log - draft_log)).sum(dim=-1), target.known

@@ -112,8 +112,8 @@ class Target:
             move_to_huge_pages()
 
     def log_kernels(self) -> None:
-        """Log one line on which kernels were chosen, which a command prints if it loads the target in its own process;
-        none for a small model, for which nothing is measured."""
+        """Log one line that says which kernels were chosen; nothing for a small model, for which nothing is measured.
+        A command prints the line only for targets that it loads in its own process."""
         if self.kernels is not None and self.kernels.reason:
             _LOGGER.info("target %s: %s", self.config.model, self.kernels.reason)
 

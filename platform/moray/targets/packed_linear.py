@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +33,12 @@ _ROWS = (1, 4, 17)
 _HINT = 64
 """Row count for which oneDNN picks the layout; layouts for 4 to 64 rows are equally fast at any row count."""
 _REPEATS = 9
-"""How often packed and plain weights are timed for each row count; more often while the times still fall."""
+"""How often packed and plain weights are timed for each row count."""
 _MAX_SECONDS = 2.0
-"""On a busy machine, timing stops after this time, once both have run twice."""
-_SETTLED = 0.01
-"""Times no longer fall if one more turn lowers them by at most this share."""
+"""On a busy machine, timing for one row count stops after this time, once both have run twice."""
 _GAIN = 1.05
-"""How many times as fast packed weights must be for some number of rows above one, so that noise does not decide; for
-none may they be slower by this factor."""
+"""Packed weights are used if they are this many times as fast as torch's for some row count above one, and torch's are
+not this many times as fast for any. Smaller differences are noise."""
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far packed weights' results may be from torch's, as a share of their norm, by dtype. Another order of summing
 makes a tenth of this; products in a smaller format, which oneDNN may be told to use, make more."""
@@ -130,6 +127,7 @@ def linear_weights(model: nn.Module) -> list[Tensor]:
 def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_processes: int = 1) -> Kernels:
     """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
 
+    Packed weights are used if they are faster for some row count above one and slower for none (see `_GAIN`).
     With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. Each of
     `num_processes` processes on this machine packs this many weights.
     """
@@ -151,8 +149,8 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
             reason = f"packed weights in bfloat16, which are {_said(rounded)} rows times as fast as torch's in float32"
             return Kernels(True, True, f"linear layers: {reason}", torch.bfloat16)
     said = _said(gains)
-    several = [gain for rows, gain in gains.items() if rows > 1]
-    if max(several) < _GAIN or min(several) < 1 / _GAIN:
+    above_one_row = [gain for rows, gain in gains.items() if rows > 1]
+    if max(above_one_row) < _GAIN or min(above_one_row) < 1 / _GAIN:
         return _stock(f"packed ones are {said} rows times as fast")
     packs_one_row = gains[1] >= _GAIN
     which = "packed weights" if packs_one_row else "packed weights for two rows and more, torch's own kernels for one"
@@ -212,25 +210,22 @@ def _are_kernels_there(dtype: torch.dtype) -> bool:
 
 
 def _seconds(*runs: Sequence[Callable[[], object]]) -> list[float]:
-    """The sum of the shortest times of each run's products.
+    """Seconds of each run: the shortest time of each of its products, added up.
 
-    Runs take turns, and each product has a shortest time of its own: on a busy machine one product of a millisecond may
-    have both cores for itself, where all of them together never do.
+    Runs alternate. A product takes about a millisecond, so in several turns each is likely to be timed once without
+    other work beside it; a whole run is not.
     """
-    best = [[float("inf")] * len(run) for run in runs]
+    shortest = [[float("inf")] * len(run) for run in runs]
     end = time.perf_counter() + _MAX_SECONDS
-    sums = [float("inf")] * len(runs)
-    for turn in count(1):
-        for shortest, run in zip(best, runs, strict=True):
+    for turn in range(_REPEATS):
+        if turn > 1 and time.perf_counter() > end:
+            break
+        for run, best in zip(runs, shortest, strict=True):
             for index, product in enumerate(run):
                 begin = time.perf_counter()
                 product()
-                shortest[index] = min(shortest[index], time.perf_counter() - begin)
-        before, sums = sums, [sum(shortest) for shortest in best]
-        is_settled = all(now >= (1 - _SETTLED) * old for now, old in zip(sums, before, strict=True))
-        if (turn >= _REPEATS and is_settled) or (turn > 1 and time.perf_counter() > end):
-            break
-    return sums
+                best[index] = min(best[index], time.perf_counter() - begin)
+    return [sum(best) for best in shortest]
 
 
 def _pack(weight: Tensor) -> Tensor:

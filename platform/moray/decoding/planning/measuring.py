@@ -14,7 +14,7 @@ from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
-from moray.decoding.sampling.sampler import Sampler, likeliest
+from moray.decoding.sampling.sampler import Sampler, highest
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape, GrowableShape
@@ -73,7 +73,7 @@ def _tree(num_tokens: int, max_depth: int, device: torch.device) -> TokenTree:
 
 def _verify(target: Target, runner: TargetRunner, lengths: list[int], trees: list[TokenTree]) -> None:
     """One pass of the engine; its result is dropped."""
-    likeliest(target.logits(runner.verify(0, lengths, trees).last))
+    highest(target.logits(runner.verify(0, lengths, trees).last))
 
 
 def _tell(local: LocalDrafts, drafter: Drafter, num_rows: int, length: int) -> None:

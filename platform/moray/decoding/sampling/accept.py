@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling.sampler import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel, likeliest
+from moray.decoding.sampling.sampler import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel, highest
 from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
 
@@ -99,7 +99,7 @@ def accept_rows(
         return [accept(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
     most = logits.shape[1]
     if all(sampler.params.is_greedy for sampler in samplers):
-        choices = likeliest(logits)
+        choices = highest(logits)
     else:
         choices = stack_padded(
             [choose(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows], most
@@ -120,9 +120,9 @@ def choose(
 ) -> Int[Tensor, " nodes"]:
     """The target's token at each node: the likeliest, or the Gumbel-max sample. Does not wait for the device."""
     if sampler.params.is_greedy:
-        return likeliest(logits)
+        return highest(logits)
     noise = sampler.noise(root_position + 1, tree.max_depth + 1)  # all nodes of one depth share a position
-    return likeliest(sampler.log_probs(logits) + noise[tree.depths])
+    return highest(sampler.log_probs(logits) + noise[tree.depths])
 
 
 def accept_by_choice(tree: TokenTree, choices: Int[Tensor, " nodes"]) -> Accepted:
@@ -182,7 +182,7 @@ def accept_by_rejection(
             p = p / p.sum().clamp(min=1e-300)
         if accepted is None:
             noise = gumbel(sampler.uniform(STREAM_RESIDUAL, position, p.shape[0]))
-            return _accepted(tokens, parents, path, int(likeliest(p.log() + noise)))
+            return _accepted(tokens, parents, path, int(highest(p.log() + noise)))
         path.append(accepted)
         node = accepted
 
@@ -222,7 +222,7 @@ def accept_typical(
         path.insert(0, node)
         node = parents[node]
     noise = sampler.noise(root_position + depths[best] + 1, 1)[0]
-    return _accepted(tokens, parents, path, int(likeliest(log_p[best] + noise)))
+    return _accepted(tokens, parents, path, int(highest(log_p[best] + noise)))
 
 
 def _accepted(tokens: list[int], parents: list[int], path: list[int], next_token: int) -> Accepted:

@@ -51,9 +51,12 @@ def gumbel(uniform: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     return -torch.log(-torch.log(uniform))
 
 
-def likeliest(scores: Float[Tensor, "*any vocab"]) -> Int[Tensor, "*any"]:
-    """The token with the highest score, the first of equal ones, as `argmax` gives it; on a CPU `max` finds it two to
-    four times as fast."""
+def highest(scores: Float[Tensor, "*any vocab"]) -> Int[Tensor, "*any"]:
+    """The token with the highest score, the first one on a tie.
+
+    `argmax` gives the same. On a CPU, `max` takes a quarter to a half of its time for 49,152 tokens
+    (docs/results/decoding.md); on a GPU that was not measured.
+    """
     return scores.max(dim=-1).indices
 
 
@@ -102,8 +105,8 @@ class Sampler:
     def choose(self, logits: Float[Tensor, "1 vocab"], position: int) -> Int[Tensor, " 1"]:
         """The token at `position`: the likeliest, or the Gumbel-max sample."""
         if self.params.is_greedy:
-            return likeliest(logits)
-        return likeliest(self.log_probs(logits) + self.noise(position, 1))
+            return highest(logits)
+        return highest(self.log_probs(logits) + self.noise(position, 1))
 
     def selector(self, root_position: int, depth: int, is_chain: bool) -> Select:
         """How a tree below the token at `root_position` picks its children (see `trees.grow.Select`).
@@ -126,7 +129,7 @@ class Sampler:
     ) -> tuple[Int[Tensor, "new children"], Float[Tensor, "new children"], Float[Tensor, "new vocab"] | None]:
         params = self.params
         if children == 1 and is_chain and (params.is_greedy or params.acceptance_method == "typical"):
-            best = likeliest(logits)[..., None]
+            best = highest(logits)[..., None]
             return best, best.float(), None  # a chain never reads the scores
         log_q = self.log_probs(logits)
         if noise is not None:
@@ -135,7 +138,7 @@ class Sampler:
             return tokens, scores, None
         if is_chain and params.acceptance_method == "rejection":
             uniform = self.uniform(STREAM_DRAFT, root_position + 1 + level, self._vocab_size)
-            tokens = likeliest(log_q + gumbel(uniform))[..., None]
+            tokens = highest(log_q + gumbel(uniform))[..., None]
             return tokens, log_q.gather(1, tokens), log_q.exp()
         scores, tokens = log_q.topk(children, dim=-1)
         return tokens, scores, None

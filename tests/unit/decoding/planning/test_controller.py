@@ -531,11 +531,13 @@ def test_asking_whether_drafts_pay_uses_up_no_trial():
 
 
 def test_one_slow_request_does_not_end_drafting():
-    """The first one may be an exception, such as a drafter's first pass over a single token."""
+    """A first request of three plain passes counts as one draft step; slow ones that follow still end drafting."""
     own = controller(CHAIN, costs_of(verify=[(1, 0.040), (8, 0.044)], draft=[(1, 0.005), (8, 0.020)]))
     own.record(3, 2)
     own.record_request(1, 1, 0.120)
     assert own.plan(1, 1) is not None
-    for _ in range(50):
+    num_slow = 0
+    while own.plan(1, 1) is not None:
         own.record_request(1, 1, 0.120)
-    assert own.plan(1, 1) is None, "requests that are always slow do"
+        num_slow += 1
+    assert num_slow < 20, "requests that are always slow do"

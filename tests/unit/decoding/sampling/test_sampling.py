@@ -9,7 +9,7 @@ from scipy.stats import chisquare, kstest
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import sampler as sampling
-from moray.decoding.sampling.sampler import Sampler, counter_uniform, gumbel, likeliest
+from moray.decoding.sampling.sampler import Sampler, counter_uniform, gumbel, highest
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -225,9 +225,10 @@ def test_greedy_and_rejection_trees_take_the_best():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_token_is_the_first_of_equal_ones(dtype):
+def test_the_highest_score_is_the_first_of_equal_ones(dtype):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 5, (3, 17, 49_152), generator=generator).to(dtype)  # thousands of ties in each row
     scores[1, 4] = -torch.inf
-    assert torch.equal(likeliest(scores), scores.argmax(dim=-1))
-    assert torch.equal(likeliest(scores), (scores == scores.amax(dim=-1, keepdim=True)).int().argmax(dim=-1))
+    is_highest = scores == scores.amax(dim=-1, keepdim=True)
+    first = torch.where(is_highest, torch.arange(49_152), 49_152).amin(dim=-1)
+    assert torch.equal(highest(scores), first)
