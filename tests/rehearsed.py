@@ -42,7 +42,7 @@ class Rehearsed(Drafter[RehearsedState]):
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         raise NotImplementedError("never trained")
 
-    def new_state(self, capacity: int, max_expanded: int) -> RehearsedState:
+    def new_state(self, max_model_len: int, max_expanded: int) -> RehearsedState:
         slots = capacity + max_expanded
         mask = PrefixMask(max(capacity, max_expanded), slots + capacity, self._target.model.lm_head.weight)
         return RehearsedState(self._target.new_cache(slots), mask)

@@ -136,7 +136,7 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     """
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
-    max_model_len = min(target.spec.max_positions, config.max_context)
+    max_model_len = min(target.spec.max_positions, config.max_model_len)
     runner = runner_for(target, max_model_len, 0)
     max_lag = max(config.lags)
     late = {name: LateDrafter(runner, drafter, config.depth, max_lag) for name, drafter in drafters.items()}

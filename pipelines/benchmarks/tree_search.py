@@ -38,7 +38,7 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
             f"ranks is {config.ranks}; the target's vocabulary has {target.spec.vocab_size} tokens: give at most that"
         )
     ((name, drafter),) = load_drafters((config.drafter,), target, tokenizer).items()
-    max_model_len = min(target.spec.max_positions, config.max_context)
+    max_model_len = min(target.spec.max_positions, config.max_model_len)
     counter = HitCounter(target, drafter, config.levels, config.ranks, max_model_len)
     eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
     turns = sum(len(question.turns) for question in questions)

@@ -58,28 +58,30 @@ class SamplingSettings(TypedDict, total=False):
 class Target:
     """A model whose output must come out unchanged, its tokenizer, and key/value memory for one answer at a time."""
 
-    def __init__(self, model: TargetModel, tokenizer: ChatTokenizer, max_context: int = MAX_CONTEXT) -> None:
-        """`max_context` is the most tokens of prompt and answer together, for which memory is allocated here."""
+    def __init__(self, model: TargetModel, tokenizer: ChatTokenizer, max_model_len: int = MAX_CONTEXT) -> None:
+        """`max_model_len` is the most tokens of prompt and answer together, for which memory is allocated here."""
         self.model, self.tokenizer = model, tokenizer
-        self.max_context = min(model.spec.max_positions, max_context)
-        self._runner = runner_for(model, self.max_context, _MAX_NODES)
+        self.max_model_len = min(model.spec.max_positions, max_model_len)
+        self._runner = runner_for(model, self.max_model_len, _MAX_NODES)
         self._decoders: dict[tuple[int, AnyShape | None], SpeculativeDecoder] = {}
 
     @classmethod
-    def load(cls, model: str | Path, *, max_context: int = MAX_CONTEXT, **settings: Unpack[TargetSettings]) -> "Target":
+    def load(
+        cls, model: str | Path, *, max_model_len: int = MAX_CONTEXT, **settings: Unpack[TargetSettings]
+    ) -> "Target":
         """Load a model's weights and its tokenizer.
 
         Args:
             model: folder of a Hugging Face model, its name on the Hub, or a GGUF file of the families llama, qwen2
                 and qwen3.
-            max_context: most tokens of prompt and answer together; no more than the model's own context.
+            max_model_len: most tokens of prompt and answer together; no more than the model's own context.
             settings: see `TargetSettings`.
 
         Raises:
             ConfigError: no such model, an unsupported family, or a setting that is not known.
         """
         config = validate(TargetConfig, {"model": str(model), **settings})
-        return cls(TargetModel.load(config), ChatTokenizer.load(config.model, config.template), max_context)
+        return cls(TargetModel.load(config), ChatTokenizer.load(config.model, config.template), max_model_len)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -96,7 +98,7 @@ class Target:
             while len(self._decoders) >= _MAX_DECODERS:
                 self._decoders.pop(next(iter(self._decoders)))
             runner = self._runner if tree.num_nodes <= _MAX_NODES else None
-            self._decoders[key] = SpeculativeDecoder(self.model, drafter, tree, self.max_context, runner)
+            self._decoders[key] = SpeculativeDecoder(self.model, drafter, tree, self.max_model_len, runner)
         return self._decoders[key]
 
 

@@ -101,7 +101,11 @@ class Choice:
 
 
 def choices_for(
-    body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, config: ServeConfig, capacity: int, vocab_size: int
+    body: ChatRequest | CompletionRequest,
+    tokenizer: ChatTokenizer,
+    config: ServeConfig,
+    max_model_len: int,
+    vocab_size: int,
 ) -> list[Choice]:
     """Create the choices that a request asks for.
 
@@ -109,7 +113,7 @@ def choices_for(
         body: the request.
         tokenizer: the target's.
         config: configuration of the application.
-        capacity: maximum tokens of prompt and answer together.
+        max_model_len: maximum tokens of prompt and answer together.
         vocab_size: the target's; its tokenizer may have fewer tokens, or more.
 
     Raises:
@@ -134,7 +138,7 @@ def choices_for(
     continues = isinstance(body, CompletionRequest) or tokenizer.answers_keep_space
     choices: list[Choice] = []
     for prompt in prompts:
-        most = _max_tokens(body, len(prompt), config, capacity)
+        most = _max_tokens(body, len(prompt), config, max_model_len)
         context = prompt if continues else ()
         for _ in range(body.n):
             request = Request(
@@ -209,16 +213,17 @@ def _tokens(prompt: str | list[int], tokenizer: ChatTokenizer, vocab_size: int) 
     return tokens
 
 
-def _max_tokens(body: ChatRequest | CompletionRequest, num_prompt: int, config: ServeConfig, capacity: int) -> int:
+def _max_tokens(body: ChatRequest | CompletionRequest, num_prompt: int, config: ServeConfig, max_model_len: int) -> int:
     asked = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         asked = body.max_completion_tokens
-    room = capacity - num_prompt
+    room = max_model_len - num_prompt
     if room < 1 or (asked is not None and asked > room):
         wanted = "" if asked is None else f" and {asked} of the answer"
         raise ApiError(
             400,
-            f"the context holds {capacity} tokens; {num_prompt} of the prompt{wanted} were asked for: shorten them",
+            f"the context holds {max_model_len} tokens; "
+            f"{num_prompt} of the prompt{wanted} were asked for: shorten them",
             "messages" if isinstance(body, ChatRequest) else "prompt",
             "context_length_exceeded",
         )

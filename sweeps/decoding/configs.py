@@ -1,6 +1,8 @@
 """Configuration of sweeps over decoding choices. Torch-free."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,7 +58,7 @@ class TuneDecodingConfig(Config):
     """Number of questions on the last rung, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
     """Maximum number of tokens per answer."""
-    max_context: int = Field(default=8192, ge=2)
+    max_model_len: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer together; capped by the target's context."""
     sampling: SamplingParams = SamplingParams()
     threads: int | None = Field(default=1, ge=1)
@@ -76,6 +78,8 @@ class TuneDecodingConfig(Config):
     resume: bool = False
     """Resume the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_context": "max_model_len"}
 
     @field_validator("drafters")
     @classmethod
@@ -137,7 +141,7 @@ class TuneDecodingConfig(Config):
             num_questions=num_questions,
             sampling=self.sampling,
             max_new_tokens=self.max_new_tokens,
-            max_context=self.max_context,
+            max_model_len=self.max_model_len,
             threads=self.threads,
             compare_generate=False,
             exact_phases=True,

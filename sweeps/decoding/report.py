@@ -15,7 +15,9 @@ from moray.bench.reports.wording import interval, number
 from moray.config import flatten
 from moray.decoding.params import SamplingParams
 from moray.provenance import write_text_atomically
+from moray.renamed import with_current_names
 from moray.targets.spec import TargetConfig
+from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.decoding.plots import draw_plots
 from sweeps.decoding.results import ranked
 from sweeps.decoding.summaries import Between, DecodingSummary, DrafterAnswer
@@ -23,7 +25,7 @@ from sweeps.reports.report import lead_in_words, setting_rows, write_tables
 from sweeps.reports.results import Trial
 from sweeps.reports.views import WORDS
 
-_SHARED = ("target", "questions", "num_questions", "sampling", "max_new_tokens", "max_context", "threads")
+_SHARED = ("target", "questions", "num_questions", "sampling", "max_new_tokens", "max_model_len", "threads")
 """Keys that an evaluation shares with the sweep."""
 _COLUMNS = (
     ("rung", "how far it came; with fewer questions than on the last rung a trial is not comparable"),
@@ -118,6 +120,7 @@ def evaluate_command(config: Mapping[str, Any], path: str) -> str:
         config: the sweep's configuration as plain values.
         path: the winner's YAML file.
     """
+    config = with_current_names(TuneDecodingConfig, dict(config), notice=False)  # an earlier version may have swept
     asked = config["confirm"]["num_questions"] or config["num_questions"]
     given = {key: config[key] for key in _SHARED} | {"num_questions": asked}
     drafter = Path(path).stem.removeprefix("best-")

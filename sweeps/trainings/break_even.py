@@ -81,8 +81,8 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     device = "cuda" if gpus else "cpu"  # overrides the target's setting, because other GPUs are for the workers
     target_config = trials[0].target.model_copy(update={"device": device})
     questions, tokenizer, target = load_target(decoding.evaluation(target_config, ("untrained",)))
-    capacity = min(decoding.max_context, target.spec.max_positions)
-    texts = first_prompts(questions, tokenizer, capacity - decoding.max_new_tokens, decoding.questions)
+    max_model_len = min(decoding.max_model_len, target.spec.max_positions)
+    texts = first_prompts(questions, tokenizer, max_model_len - decoding.max_new_tokens, decoding.questions)
     prompts = [texts[number % len(texts)] for number in range(decoding.batch_size)]
     plain: list[Cycle] = []
     drafted: dict[str, list[Cycle]] = {drafter_key(config): [] for config in trials}

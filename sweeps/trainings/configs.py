@@ -45,7 +45,7 @@ class DecodingConfig(Config):
     batch_size: int = Field(default=1, ge=1)
     """Number of sequences decoded together. The speed-up falls as it grows, because larger passes have less spare
     compute for drafts. Give several times as many questions."""
-    max_context: int = Field(default=8192, ge=2)
+    max_model_len: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
@@ -53,6 +53,8 @@ class DecodingConfig(Config):
     """Logical CPUs of the measuring task."""
     gpus: float | None = Field(default=None, ge=0)
     """GPUs of the measuring task, 0 for the CPU; null for as many as a worker has."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_context": "max_model_len"}
 
     def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
         """The evaluation that measures the drafters in these folders."""
@@ -63,7 +65,7 @@ class DecodingConfig(Config):
             questions=self.questions,
             num_questions=self.num_questions,
             max_new_tokens=self.max_new_tokens,
-            max_context=self.max_context,
+            max_model_len=self.max_model_len,
             threads=self.threads,
             compare_generate=False,
             exact_phases=True,

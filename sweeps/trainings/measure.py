@@ -65,7 +65,7 @@ def _batch_figures(
 
     (shape,) = config.trees
     assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"
-    fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_context]
+    fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_model_len]
     measured = measure_batch_speedup(
         target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=rounds
     )

@@ -88,8 +88,8 @@ def test_what_is_wrong_is_said(folder, target, tmp_path):
 
 
 def test_answers_take_turns_in_one_memory_of_the_asked_size(folder):
-    target = moray.Target.load(folder, device="cpu", max_context=64)
-    assert target.max_context == 64
+    target = moray.Target.load(folder, device="cpu", max_model_len=64)
+    assert target.max_model_len == 64
     drafter = moray.load_drafter(folder / "drafter", target)
     answers = [moray.generate(target, one, CHAT, max_new_tokens=500) for one in (None, drafter, None, drafter)]
     assert len({tuple(answer.generation.tokens) for answer in answers}) == 1

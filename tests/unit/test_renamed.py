@@ -1,10 +1,12 @@
 """Keys of earlier versions: they work, with a notice, and by the side of new names nothing is lost."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
+from moray.bench.configs import EvaluateConfig
 from moray.cluster.training.configs import DistillConfig
 from moray.config import load_config
 from moray.decoding.engine.config import EngineConfig
@@ -13,8 +15,10 @@ from moray.drafters.configs import TrainedConfig
 from moray.errors import ConfigError
 from moray.renamed import REMOVED_IN, _say
 from serve.config import read_args
+from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.trainings.configs import SweepConfig
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 8}
 OLD_RUN = {
     "target": {"model": "t"},
@@ -53,6 +57,19 @@ def test_a_run_of_an_earlier_version_is_read(tmp_path, capsys):
     notices = capsys.readouterr().err.splitlines()
     assert len(notices) == 6
     assert f"note: 'train.clip' is now 'train.max_grad_norm'; the old name works until version {REMOVED_IN}" in notices
+
+
+@pytest.mark.parametrize(
+    ("config_class", "preset"),
+    [
+        (EvaluateConfig, "configs/evaluations/demo.yaml"),
+        (TuneDecodingConfig, "configs/sweeps/decoding-demo.yaml"),
+    ],
+)
+def test_the_length_of_a_sequence_has_one_name(config_class, preset, capsys):
+    words = ["target.model=t"] if config_class is EvaluateConfig else []
+    assert load_config(config_class, [str(REPOSITORY / preset), *words, "max_context=512"]).max_model_len == 512
+    assert "note: 'max_context' is now 'max_model_len'" in capsys.readouterr().err
 
 
 def test_a_new_name_wins_over_the_old_one_of_a_file(tmp_path):

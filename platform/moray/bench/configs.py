@@ -1,7 +1,8 @@
 """Configuration of evaluations, benchmarks, tree search, comparisons and live decoding. Torch-free."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -39,7 +40,7 @@ class EvaluateConfig(Config):
     """Also measure Hugging Face generate, next to our own plain decoding."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
-    max_context: int = Field(default=8192, ge=2)
+    max_model_len: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer together, and size of the KV cache; capped by the target."""
     compile: CompileMode = "off"
     """Whether target and drafters are compiled by torch.compile."""
@@ -47,6 +48,8 @@ class EvaluateConfig(Config):
     """Synchronise with the device after each phase, so that phase times are exact; costs some overlap."""
     output: str
     """Folder for answers.jsonl, report.json and report.html."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_context": "max_model_len"}
 
     @field_validator("sampling", mode="before")
     @classmethod
@@ -151,12 +154,14 @@ class StalenessConfig(Config):
     """How many tokens before the root the memory ends; must include 0, the baseline of the others."""
     max_new_tokens: int = Field(default=96, ge=2)
     """Maximum number of tokens per answer."""
-    max_context: int = Field(default=8192, ge=2)
+    max_model_len: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_context": "max_model_len"}
 
     @model_validator(mode="after")
     def _check(self) -> "StalenessConfig":
@@ -190,7 +195,7 @@ class TreeSearchConfig(Config):
     """Number of most likely tokens per level that are considered as candidates."""
     max_new_tokens: int = Field(default=128, ge=2)
     """Maximum number of tokens per answer."""
-    max_context: int = Field(default=8192, ge=2)
+    max_model_len: int = Field(default=8192, ge=2)
     """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
@@ -198,6 +203,8 @@ class TreeSearchConfig(Config):
     """YAML file to write the tree to, for the key trees of other commands; null prints it."""
     report: str | None = None
     """JSON file for rates and tree, the same as --json FILE; null for none."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_context": "max_model_len"}
 
     @model_validator(mode="after")
     def _check(self) -> "TreeSearchConfig":

@@ -97,7 +97,7 @@ class Runner:
         Raises:
             ConfigError: all trees are too deep for their drafters.
         """
-        self.max_model_len = min(target.spec.max_positions, config.max_context)
+        self.max_model_len = min(target.spec.max_positions, config.max_model_len)
         """Maximum tokens of prompt and answer together."""
         self._config = config
         self._tokenizer = tokenizer

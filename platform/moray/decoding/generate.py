@@ -41,7 +41,7 @@ def runner_for(target: Target, max_model_len: int, max_nodes: int) -> TargetRunn
 
 
 class SpeculativeDecoder:
-    """Target and drafter in one process. With a lossless rule, output equals the target's own (see
+    """Target and drafter in one process. With a lossless acceptance method, output equals the target's own (see
     `sampling.accept`)."""
 
     def __init__(
@@ -65,7 +65,7 @@ class SpeculativeDecoder:
                 the drafter's N if it has several; any other shape uses the first N.
             max_model_len: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
-            accept: acceptance rule that overrides the one in the sampling parameters.
+            accept: acceptance method that overrides the one in the sampling parameters.
             selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 

@@ -80,8 +80,8 @@ class Drafter(Learner, Generic[State]):
         raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
 
     @abstractmethod
-    def new_state(self, capacity: int, max_expanded: int) -> State:
-        """An empty drafting state for one sequence, preallocated for `capacity` tokens and one tree."""
+    def new_state(self, max_model_len: int, max_expanded: int) -> State:
+        """An empty drafting state for one sequence, preallocated for `max_model_len` tokens and one tree."""
 
     def set_num_target_layers(self, state: State, num_target_layers: int) -> None:
         """Draft with this value of `layer_counts` from the next `propose_many` on. A state serves all values."""

@@ -95,8 +95,8 @@ class Eagle(BatchedDrafter[FeatureState]):
         embedded = self.head.embed(tokens).to(self.fc.weight.dtype)
         return self.fc(torch.cat([embedded, before], dim=-1))
 
-    def new_state(self, capacity: int, max_expanded: int) -> FeatureState:
-        slots = DraftSlots(capacity, max_expanded, self.fc.weight)
+    def new_state(self, max_model_len: int, max_expanded: int) -> FeatureState:
+        slots = DraftSlots(max_model_len, max_expanded, self.fc.weight)
         cache = slots.new_cache(self.config.layer.num_kv_heads, self.spec.head_dim)
         first = self.fc.weight.new_zeros(1, int(self.config.reads_first_token), self.spec.hidden_size)
         return FeatureState(slots, cache, first, [], first)

@@ -186,8 +186,8 @@ class Eagle3(BatchedDrafter[FeatureState]):
     ) -> Float[Tensor, "rows draft"]:
         return F.linear(hidden, own.to(hidden.dtype))
 
-    def new_state(self, capacity: int, max_expanded: int) -> FeatureState:
-        slots = DraftSlots(capacity, max_expanded, self.fc.weight)
+    def new_state(self, max_model_len: int, max_expanded: int) -> FeatureState:
+        slots = DraftSlots(max_model_len, max_expanded, self.fc.weight)
         cache = slots.new_cache(self.config.layer.num_kv_heads, self.spec.head_dim)
         nothing = self.fc.weight.new_zeros(1, 0, self.spec.hidden_size)
         return FeatureState(slots, cache, nothing, [], nothing)

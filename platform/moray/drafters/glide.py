@@ -122,8 +122,8 @@ class Glide(BatchedDrafter[GlideState]):
         key, value = pairs.permute(3, 0, 2, 1, 4)
         return key, value
 
-    def new_state(self, capacity: int, max_expanded: int) -> GlideState:
-        slots = DraftSlots(capacity, max_expanded, self.cross_query.weight)
+    def new_state(self, max_model_len: int, max_expanded: int) -> GlideState:
+        slots = DraftSlots(max_model_len, max_expanded, self.cross_query.weight)
         own = slots.new_cache(self.config.layer.num_kv_heads, self.spec.head_dim)
         return GlideState(slots, own, slots.new_cache(self.spec.num_kv_heads, self.spec.head_dim))
 

@@ -126,8 +126,8 @@ class Independent(BatchedDrafter[IndependentState]):
     ) -> Float[Tensor, "rows draft"]:
         return self.vocabulary.logits(hidden) if own is None else F.linear(hidden, own.to(hidden.dtype))
 
-    def new_state(self, capacity: int, max_expanded: int) -> IndependentState:
-        slots = DraftSlots(capacity, max_expanded, self.norm.weight, is_layered=self.config.num_layers > 1)
+    def new_state(self, max_model_len: int, max_expanded: int) -> IndependentState:
+        slots = DraftSlots(max_model_len, max_expanded, self.norm.weight, is_layered=self.config.num_layers > 1)
         caches = [slots.new_cache(self.config.layer.num_kv_heads, self.config.head_dim) for _ in self._blocks]
         return IndependentState(slots, caches)
 

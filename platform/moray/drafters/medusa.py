@@ -96,7 +96,7 @@ class Medusa(BatchedDrafter[MedusaState]):
     ) -> Float[Tensor, "rows draft"]:
         return self.vocabulary.logits(hidden) if own is None else F.linear(hidden, own.to(hidden.dtype))
 
-    def new_state(self, capacity: int, max_expanded: int) -> MedusaState:
+    def new_state(self, max_model_len: int, max_expanded: int) -> MedusaState:
         return MedusaState(self.block_weights[0].new_zeros(self.spec.hidden_size))
 
     def reset(self, state: MedusaState) -> None:

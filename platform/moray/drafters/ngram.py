@@ -50,7 +50,7 @@ class Ngram(Drafter[NgramState]):
     def observe(self, taps: Taps) -> Memory:
         return {}
 
-    def new_state(self, capacity: int, max_expanded: int) -> NgramState:
+    def new_state(self, max_model_len: int, max_expanded: int) -> NgramState:
         return NgramState(recent=deque(maxlen=self.config.max_ngram))
 
     def reset(self, state: NgramState) -> None:

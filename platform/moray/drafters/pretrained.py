@@ -55,8 +55,8 @@ class Pretrained(Drafter[PretrainedState]):
     def observe(self, taps: Taps) -> Memory:
         return {}
 
-    def new_state(self, capacity: int, max_expanded: int) -> PretrainedState:
-        slots = DraftSlots(capacity, max_expanded, self._model.weight, is_layered=True)
+    def new_state(self, max_model_len: int, max_expanded: int) -> PretrainedState:
+        slots = DraftSlots(max_model_len, max_expanded, self._model.weight, is_layered=True)
         return PretrainedState(slots, self._model.new_cache(slots.num_slots))
 
     def reset(self, state: PretrainedState) -> None:

@@ -89,7 +89,7 @@ def test_every_drafter_has_a_winner_and_the_command_that_evaluates_it():
     "changes",
     [
         {},
-        {"gpus": 1.0, "threads": None, "num_questions": None, "max_context": 512, "max_new_tokens": 128},
+        {"gpus": 1.0, "threads": None, "num_questions": None, "max_model_len": 512, "max_new_tokens": 128},
         {"target": {"model": "it's 12", "dtype": "bfloat16", "template": "null"}, "questions": "7"},
         {"sampling": {"temperature": 0.7, "seed": 3}, "confirm": {"num_questions": 5}},
     ],

@@ -39,7 +39,7 @@ class ChainMatches:
 
 
 class MatchCounter:
-    """A rule of acceptance that accepts nothing and notes what the lossless rule would have accepted."""
+    """An acceptance method that accepts nothing and notes what the lossless one would have accepted."""
 
     def __init__(self) -> None:
         self.matched: list[int] = []

@@ -194,12 +194,12 @@ def replayed(log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Conti
 
 
 def _replays(
-    log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation], rule: Accept | None = None
+    log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation], accept: Accept | None = None
 ) -> Iterator[Generation]:
-    """As `replayed`, with a rule of acceptance in place of the log's."""
+    """As `replayed`, with an acceptance method in place of the log's."""
     max_model_len = max(len(entry.prompt) + len(entry.tokens) for entry in entries)
     runner = RecordedRunner(log.target, max_model_len + shape.num_nodes + 65)
-    decoder = SpeculativeDecoder(log.target, drafter, shape, max_model_len, runner, rule)  # type: ignore[arg-type]
+    decoder = SpeculativeDecoder(log.target, drafter, shape, max_model_len, runner, accept)  # type: ignore[arg-type]
     for index, entry in enumerate(entries):
         runner.open(log.text(index, entry, drafter))
         prompt, most = list(entry.prompt), len(entry.tokens)

@@ -105,16 +105,16 @@ class DraftSource(ABC):
 class LocalDrafts(DraftSource):
     """A drafter in the same process as the target."""
 
-    def __init__(self, drafter: Drafter, capacity: int, max_expanded: int, cost: SyntheticCost = NO_COST) -> None:
+    def __init__(self, drafter: Drafter, max_model_len: int, max_expanded: int, cost: SyntheticCost = NO_COST) -> None:
         """
         Args:
             drafter: may be shared.
-            capacity: maximum number of tokens of a sequence.
+            max_model_len: maximum number of tokens of a sequence.
             max_expanded: maximum number of nodes that are expanded in a tree.
             cost: synthetic cost of a draft, if any.
         """
         self.drafter = drafter
-        self._sizes = capacity, max_expanded
+        self._sizes = max_model_len, max_expanded
         self._cost = cost
         self._states: dict[int, object] = {}
         self._known: dict[int, int] = {}

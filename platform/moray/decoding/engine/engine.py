@@ -3,9 +3,9 @@
     step  = admit waiting sequences + read a chunk of prompts + one cycle of the running sequences
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
-With the default rule an answer does not depend on the other sequences. Greedy answers equal the target's; sampled ones
-use noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision, near ties may
-be decided differently.
+With the default acceptance method an answer does not depend on the other sequences. Greedy answers equal the target's;
+sampled ones use noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision,
+near ties may be decided differently.
 
 The engine knows nothing of Ray or HTTP. It reaches drafters only through a `DraftSource`.
 """
@@ -80,7 +80,7 @@ class Engine:
             max_offered_nodes: maximum number of nodes below the root of a tree that a client offers.
             decode: the tokenizer's, for stop strings.
             runner: shared with other engines that take turns with this one; None for one of its own.
-            accept: acceptance rule that overrides the one in the sampling parameters.
+            accept: acceptance method that overrides the one in the sampling parameters.
             selector: of the nodes that a sparse target verifies; None for the one in `config`.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
@@ -385,7 +385,7 @@ class Engine:
         logits: Float[Tensor, "rows nodes vocab"],
         begins: list[int],
     ) -> list[Accepted]:
-        """Apply each request's penalties and biases to the target's logits, then the acceptance rule."""
+        """Apply each request's penalties and biases to the target's logits, then the acceptance method."""
         logits = adjust(logits, [sequence.processors for sequence in sequences], trees)
         return self._accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
 

@@ -3,7 +3,8 @@
 A sparse target reads a layer if any node runs through it, so every node costs weights. A dropped node counts as never
 drafted: the kept nodes form a tree with the same root, and each of them computes exactly what it would compute in the
 whole tree. So the text does not depend on the selection, as long as a node is accepted if it is the target's own
-choice. Under another rule, such as rejection, dropping a sampled node would bend the distribution, so it is refused.
+choice. With another acceptance method, such as rejection, dropping a sampled node would bend the distribution, so it is
+refused.
 
 Passes over several sequences select nothing. How nodes are chosen is in `trees.node_choice`.
 """
@@ -127,10 +128,10 @@ def _cost_from(target: SparseTarget, layer: int) -> PassCost:
 
 
 def check_selectable(params: SamplingParams, selector: NodeSelector | None) -> None:
-    """Refuse a rule of acceptance under which dropping nodes would change the text.
+    """Refuse an acceptance method with which dropping nodes would change the text.
 
     Raises:
-        DataError: names the rule.
+        DataError: names the method.
     """
     if selector is not None and not is_by_choice(params):
         raise DataError(
@@ -141,7 +142,7 @@ def check_selectable(params: SamplingParams, selector: NodeSelector | None) -> N
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The part of the drafts of a pass that the rule of acceptance gets to see."""
+    """The part of the drafts of a pass that the acceptance method gets to see."""
 
     trees: list[TokenTree]
     last: Float[Tensor, "rows nodes hidden"]

@@ -3,7 +3,8 @@
 from moray.decoding.planning.acceptance import DECAY
 
 _PRIOR_WEIGHT = 2.0
-"""Weight, in drafts, of the initial estimates: every draft is filled, and nodes are as good as their scores."""
+"""Weight, in drafts, of the initial estimates: every draft is filled, and nodes are accepted as often as their scores
+say."""
 
 
 class DraftYield:

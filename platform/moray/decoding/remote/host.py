@@ -66,7 +66,7 @@ class DraftHost:
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
-        capacity: int,
+        max_model_len: int,
         max_expanded: int,
         idle_seconds: float = 60.0,
         *,
@@ -76,7 +76,7 @@ class DraftHost:
         """
         Args:
             drafters: by the names that requests use.
-            capacity: maximum number of tokens of a sequence.
+            max_model_len: maximum number of tokens of a sequence.
             max_expanded: maximum number of nodes expanded in a tree, including those expanded ahead.
             idle_seconds: a session that was not used for this long is dropped.
             run_ahead: draft ahead below chains that were sent, as far as `max_expanded` allows; the caller must call
@@ -85,7 +85,7 @@ class DraftHost:
         """
         self.stats = HostStats()
         self._drafters = drafters
-        self._sizes = capacity, max_expanded
+        self._sizes = max_model_len, max_expanded
         self._idle_seconds = idle_seconds
         self._cost = cost
         self._runs_ahead = run_ahead

@@ -114,7 +114,7 @@ def check_request(
     request: DraftRequest,
     tensors: Mapping[str, Tensor],
     drafters: Mapping[str, Drafter],
-    capacity: int,
+    max_model_len: int,
     max_expanded: int,
 ) -> None:
     """Reject a request that a host cannot answer, before anything of it is applied.
@@ -127,7 +127,7 @@ def check_request(
         request: from any target.
         tensors: memory of all its tokens, by name, each [tokens, width].
         drafters: by the names that requests use.
-        capacity: maximum number of tokens of a sequence.
+        max_model_len: maximum number of tokens of a sequence.
         max_expanded: maximum number of nodes of a tree that are expanded.
 
     Raises:
@@ -145,8 +145,8 @@ def check_request(
             raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(drafters)}")
         if entry.session in asked:
             raise DataError("a message goes on with a sequence after asking for a draft of it")
-        if entry.known + len(entry.tokens) > capacity:
-            raise DataError(f"a sequence has {entry.known + len(entry.tokens)} tokens; {capacity} are accepted")
+        if entry.known + len(entry.tokens) > max_model_len:
+            raise DataError(f"a sequence has {entry.known + len(entry.tokens)} tokens; {max_model_len} are accepted")
         ids = entry.tokens if entry.root is None else (*entry.tokens, entry.root)
         size = drafter.spec.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < size:

@@ -1,12 +1,12 @@
-"""The rules of acceptance: which path of a verified tree is accepted, and which token follows it.
+"""Acceptance methods: which path of a verified tree is accepted, and which token follows it.
 
-Two lossless rules cover every case. Choice: the target's logits fix the token at each node (argmax, or
+Two lossless methods cover every case. Choice: the target's logits fix the token at each node (argmax, or
 Gumbel-max with the position's noise), and a child is accepted if it is that token. Rejection: a child x
 drawn from q is accepted with probability min(1, p(x)/q(x)); if it is refused, p becomes
 norm((p - q)+) and the next sibling is tried. A deterministic child is the point mass q = 1 at x, for which
 this is: accept with p(x), else zero x and renormalise.
 
-A third rule, typical acceptance, is lossy and must be asked for by name.
+A third method, typical acceptance, is lossy and must be asked for by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ def row_by_row(accept_one: Accept) -> AcceptRows:
 
 
 def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int) -> Accepted:
-    """Apply the rule that `sampler.params` asks for.
+    """Apply the method that `sampler.params` asks for.
 
     Args:
         tree: the verified tree, whose root is at `root_position` of the sequence.
@@ -86,7 +86,7 @@ def accept_rows(
 ) -> list[Accepted]:
     """`accept` for the trees of several sequences.
 
-    By choice, it waits for the device once for all of them; with another rule, as often as for each one alone.
+    By choice, it waits for the device once for all of them; with another method, as often as for each one alone.
 
     Args:
         trees: of any sizes.

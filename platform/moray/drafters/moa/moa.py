@@ -207,8 +207,8 @@ class MoA(BatchedDrafter[MoAState]):
         feature, mask = feature.to(self.head.weight.dtype), past_and_drafted(start)
         return self.head.run_last_layers(feature, positions, mask, past, self.run_block, num_layers)
 
-    def new_state(self, capacity: int, max_expanded: int) -> MoAState:
-        slots = DraftSlots(capacity, max_expanded, self.to_memory.weight)
+    def new_state(self, max_model_len: int, max_expanded: int) -> MoAState:
+        slots = DraftSlots(max_model_len, max_expanded, self.to_memory.weight)
         own = slots.new_cache(self.config.self_attention.num_kv_heads, self.spec.head_dim)
         memory = slots.new_cache(self.config.cross_attention.num_kv_heads, self.spec.head_dim)
         layers = self._max_layers

@@ -22,18 +22,18 @@ class DeviceDrafter:
     drafts without these layers (see `can_draft`).
     """
 
-    def __init__(self, drafter: Drafter, name: str, capacity: int) -> None:
+    def __init__(self, drafter: Drafter, name: str, max_model_len: int) -> None:
         """
         Args:
             drafter: with the target's head, but without the target.
             name: that the server has for it.
-            capacity: maximum number of tokens of a sequence.
+            max_model_len: maximum number of tokens of a sequence.
         """
         self.drafter = drafter
         self.name = name
         self.layer_counts: tuple[int, ...] = drafter.layer_counts
         """Values of N that it can draft with, cheapest first."""
-        self._state = drafter.new_state(capacity, MAX_DEPTH)
+        self._state = drafter.new_state(max_model_len, MAX_DEPTH)
         self._device = drafter.head.weight.device
         self.begin(SamplingParams(), 0)
 
