@@ -23,9 +23,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PR_SET_CHILD_SUBREAPER = 36
 _IGNORES_CHILDREN = 1 << (signal.SIGCHLD - 1)
 
-TOLERANCE = 1.15
-"""The timed loop tells only roughly how much slower a machine is: nearly the same suite took 1,912 and 2,286 s on CI's
-machine on two days."""
+TOLERANCE = 1.3
+"""The timed loop tells only roughly how much slower a machine is, because it does not measure memory: nearly the same
+suite took 2,249 and 2,847 s on CI's machine on two days."""
 SLOW_SECONDS = 0.175
 """CPU time of `_loop` on the slow machine for which `--slow-minutes` is given; a fast one takes half of it."""
 

@@ -39,6 +39,7 @@ FEWER = {
         "drafters=[runs/demo/moa, {type: ngram}]",
         "num_questions=5",
         "max_new_tokens=32",
+        "trees=[{type: chain, depth: 5}, {type: adaptive, depth: 8}]",
     ),
 }
 """By stage, what a short demo changes: the stages and their files stay, and one of the drafters."""
