@@ -29,7 +29,7 @@ def memory_use(work: Callable[[], Any]) -> MemoryUse:
     The allocator's own totals are read: events are stamped too coarsely to be put in order and added up.
     """
     gc.collect()
-    gc.disable()  # garbage would be released at an instant that nobody knows
+    gc.disable()  # otherwise garbage would be released at an unknown time
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             mark = torch.empty(_MARK_BYTES, dtype=torch.uint8)

@@ -19,7 +19,7 @@ _SCRIPTS = Path(sys.executable).parent
 
 
 def free_port() -> int:
-    """A port of the loopback interface at which nobody listens."""
+    """A port of the loopback interface at which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

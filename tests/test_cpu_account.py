@@ -1,4 +1,4 @@
-"""The CPU time of a suite: of what is detached, of what nobody waits for, and of nothing else; and its budget."""
+"""The CPU time of a suite and its budget: detached processes and those that no parent waits for count, no others."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def run(code: str, minutes: float) -> tuple[int, float]:
     return done.returncode, 60 * float(done.stdout.partition(" CPU minutes")[0].split()[-1])
 
 
-@pytest.mark.parametrize("parent", [DETACHED, DEAF], ids=["detached", "nobody waits"])
+@pytest.mark.parametrize("parent", [DETACHED, DEAF], ids=["detached", "no parent waits"])
 def test_what_is_not_waited_for_is_counted(parent):
     """A second and a half, of which the last may be missed: it is looked at every half a second."""
     status, seconds = run(parent.format(burn=BURN.format(seconds=1.5), wait=5), minutes=1)

@@ -92,7 +92,7 @@ UNTRAINED = ("pretrained", "ngram")
 TRAINED = [name for name in VARIANTS if not name.startswith(UNTRAINED)]
 T_STEP = [name for name in VARIANTS if VARIANTS[name].verified_period is not None]
 """Variants whose cross-attention is trained with the T-step mask."""
-SEVERAL_EFFORTS = [name for name in VARIANTS if len(VARIANTS[name].layer_counts) > 1]
+SEVERAL_LAYER_COUNTS = [name for name in VARIANTS if len(VARIANTS[name].layer_counts) > 1]
 
 
 def union_members() -> set[str]:

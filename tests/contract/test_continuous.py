@@ -1,4 +1,4 @@
-"""Continuous batching gives every prompt the very text that it gets alone, whoever its neighbours are."""
+"""Continuous batching gives every prompt the text that it gets alone, whatever else is in the batch."""
 
 import random
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafting import pieces_of, state_at
 from tiny_batches import batch_of, taps_of
-from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
+from tiny_drafters import SEVERAL_LAYER_COUNTS, VARIANTS, build
 
 from moray.batch import Taps
 
@@ -118,7 +118,7 @@ def test_what_was_drafted_and_accepted_is_as_if_it_had_been_read(drafter, batch,
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+@pytest.mark.parametrize("name", SEVERAL_LAYER_COUNTS)
 def test_a_state_may_change_its_n_in_every_cycle(tiny, name):
     """Cycles of a chain along the true text, each with another N, draft as states that never had another."""
     target = tiny("llama")

@@ -6,7 +6,7 @@ from drafting import pieces_of
 from one_tree import propose
 from side_by_side import SHAPES
 from tiny_batches import batch_of
-from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
+from tiny_drafters import SEVERAL_LAYER_COUNTS, VARIANTS, build
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.batched_select import picks_of
@@ -130,7 +130,7 @@ def test_one_sequence_is_many_too(drafter, repeating, any_shape):
         assert_same(tree, other.draft(any_shape))
 
 
-@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+@pytest.mark.parametrize("name", SEVERAL_LAYER_COUNTS)
 def test_each_sequence_has_its_own_n(tiny, name):
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])

@@ -129,7 +129,7 @@ def test_it_is_evaluated_like_the_run_and_the_files_are_as_said(chat, tmp_path):
         "generation_config.json", "chat_template.jinja",
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "whoever may read one may read all"
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "all files have the same permissions"
     names = set(load_file(out / "model.safetensors"))
     assert {"head.lm_head.weight", "head.model.embed_tokens.weight", "head.model.norm.weight"} <= names
     assert "drafter.vocabulary.tokens" in names

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafting import PROMPT, is_one_model, largest_difference, view_of
 from tiny_batches import batch_of
-from tiny_drafters import SEVERAL_EFFORTS, T_STEP, TRAINED, VARIANTS, build, overfit
+from tiny_drafters import SEVERAL_LAYER_COUNTS, T_STEP, TRAINED, VARIANTS, build, overfit
 
 from moray.drafters.learner import DraftView
 
@@ -73,7 +73,7 @@ def test_the_last_target_layers_attend_to_the_real_keys_and_values(tiny, layers)
     assert largest_difference(drafter, batch, view, keep_only_values) > 0.05
 
 
-@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+@pytest.mark.parametrize("name", SEVERAL_LAYER_COUNTS)
 def test_training_sees_what_drafting_sees_with_every_n(tiny, name):
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])

@@ -3,7 +3,7 @@
 import pytest
 from rehearsed import Rehearsed
 from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly, speculate
-from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
+from tiny_drafters import SEVERAL_LAYER_COUNTS, VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.engine import engine as engine_module
@@ -97,7 +97,7 @@ def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
 
 
 @pytest.mark.usefixtures("moody")
-@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+@pytest.mark.parametrize("name", SEVERAL_LAYER_COUNTS)
 def test_values_of_n_that_change_from_cycle_to_cycle_give_the_same_text(tiny, learnt, name, adaptive):
     target, drafter = tiny("llama"), learnt("llama", name)
     decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
@@ -108,7 +108,7 @@ def test_values_of_n_that_change_from_cycle_to_cycle_give_the_same_text(tiny, le
         assert len(used) >= 2, "the values of N did not vary"
 
 
-@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+@pytest.mark.parametrize("name", SEVERAL_LAYER_COUNTS)
 def test_a_fixed_n_is_the_only_one(tiny, learnt, name):
     target = tiny("llama")
     prompt = target.prompt()

@@ -1,4 +1,4 @@
-"""Clients that go away: whoever they are, their places are free within a second."""
+"""Clients that disconnect: their rows are free within a second."""
 
 import json
 import socket

@@ -72,7 +72,7 @@ def test_the_gateway_passes_on_what_is_exported(serve_target, monkeypatch):
         answers = [httpx.get(running.url + "/metrics") for _ in range(3)]
     assert [(answer.status_code, answer.text) for answer in answers] == [(200, SECOND_NODE)] * 3
     assert answers[0].headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert exporters.num_reads == 1, "whoever asks again within a second gets the same"
+    assert exporters.num_reads == 1, "a second request within a second gets the same"
 
 
 def test_without_exporters_metrics_are_not_there(serve_target):

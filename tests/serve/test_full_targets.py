@@ -54,7 +54,7 @@ def dies_after(updates: list[RequestOutput], error: Exception) -> Any:
 
 @pytest.fixture
 def config(chat_target):
-    """One sequence at a time, and nobody waits."""
+    """One sequence at a time, and no queue."""
     return ServeConfig(
         target=TargetConfig(model=str(chat_target), device="cpu"),
         engine=EngineConfig(max_num_seqs=1, kv_cache_tokens=512),
@@ -186,7 +186,7 @@ def test_what_may_end_engines_is_not_tried_on_all_of_them(config, monkeypatch, l
 
 
 def test_who_was_not_let_in_is_not_let_in_beyond_the_limit_elsewhere(config):
-    """A replica that ends refuses nobody: it has no place to give, and the next one is asked as for a new request."""
+    """A replica that ends before it answers has not refused: the next one is asked as for a new request."""
     resumed: list[bool] = []
 
     async def test(gateway, targets, expected):

@@ -190,5 +190,5 @@ def wait_until(is_so: Any, what: str, seconds: float = 10.0) -> None:
     """Look again and again until something is so."""
     end = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < end, f"waited {seconds} s in vain until {what}"
+        assert time.monotonic() < end, f"waited {seconds} s until {what}: it did not happen"
         time.sleep(0.01)

@@ -22,7 +22,7 @@ FILES = sorted(path.name for path in FOLDER.iterdir())
 
 
 def api() -> FastAPI:
-    """Of a gateway that has a configuration and nobody to ask: the page needs no more."""
+    """Of a gateway with a configuration and no replicas: the page needs no more."""
     gateway: Any = SimpleNamespace(config=ServeConfig(target=TargetConfig(model="nobody")))
     return build_api(gateway)
 

@@ -271,7 +271,7 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     assert "columns kv.00, hidden.-4 are being added" in told
     assert f"shards/{done}.parquet" not in told
 
-    # The old command mends what is old, and leaves what has been added.
+    # The old command repairs the old columns, and leaves the added ones.
     assert make(cache, **FEW).columns == old.columns
     assert list(stored_columns(store, done)) == list(plan.columns)
     assert read_manifest(store).hidden_rms == old.hidden_rms

@@ -104,7 +104,7 @@ def test_memory_is_flat(app, length):
 @pytest.mark.timeout(600)
 @pytest.mark.soak
 def test_another_setting_is_rolled_out_while_answers_are_streamed(app, expected):
-    """All replicas of all deployments are replaced; nobody is refused, and no token is lost, doubled or changed."""
+    """All replicas of all deployments are replaced; no request is refused, and no token is lost, doubled or changed."""
     everywhere = {"Gateway": 2, "Target": 2, "Drafter": 2}
     app.deploy(everywhere)
     before, asked = {name: set(app.pids(name)) for name in everywhere}, questions(NUM_QUESTIONS)

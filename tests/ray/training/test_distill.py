@@ -206,7 +206,7 @@ def test_workers_that_the_machine_has_no_room_for_are_refused(
 def test_a_cluster_that_is_too_small_is_said_to_be(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """It may grow; until then nothing happens, and nobody should have to guess why."""
+    """The cluster may grow; until then nothing happens, and a line says why."""
     from moray.cluster.training.data_shards import num_workers
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")

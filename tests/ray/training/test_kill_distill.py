@@ -53,7 +53,7 @@ def arguments(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.Temp
 def unbroken(
     arguments: list[str], start_pipeline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A run that nobody disturbs."""
+    """An undisturbed run."""
     output = tmp_path_factory.mktemp("unbroken") / "drafter"
     run = start_pipeline("distill", *arguments, f"output={output}")
     assert run.finish() == 0, run.output

@@ -1,4 +1,4 @@
-"""What `python -m serve.deploy` says of a file before anything starts, and where it listens if nobody says where."""
+"""What `python -m serve.deploy` says of a file before anything starts, and where it listens by default."""
 
 from typing import Any
 

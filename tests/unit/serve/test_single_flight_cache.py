@@ -1,4 +1,4 @@
-"""One finds out for all who ask, and who asked first matters to nobody else."""
+"""One call computes the value for all callers, in a context of its own."""
 
 import asyncio
 from contextvars import ContextVar

@@ -90,7 +90,7 @@ def test_a_batch_may_have_an_adaptive_tree():
     ],
 )
 def test_as_many_trials_run_at_a_time_as_there_is_room_for(monkeypatch, words, most):
-    """On a cluster that nobody here has: 4 GPUs and 10 CPUs, of which some are left to what reads for trials."""
+    """On a cluster of 4 GPUs and 10 CPUs, some of which are left to the readers of the trials."""
     import ray
 
     from sweeps.trainings.check import concurrency

@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are not exactly the model's is refused by name, whoever loads it."""
+"""A checkpoint whose weights are not exactly the model's is refused by name, wherever it is loaded."""
 
 import json
 import shutil

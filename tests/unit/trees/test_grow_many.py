@@ -1,4 +1,4 @@
-"""Trees that grow side by side are those that grow alone, whoever ends early."""
+"""Trees that grow side by side are those that grow alone, whichever of them ends early."""
 
 import pytest
 import torch

@@ -81,7 +81,7 @@ def test_counts_of_another_vocabulary_are_counted_again(store):
     assert token_counts(store, len(COUNTS)).tolist() == COUNTS
     assert token_counts(store, 20).tolist() == COUNTS + [0] * 8
     assert len(store.read_table("token_counts.parquet")) == 20
-    assert token_counts(store, 8).tolist() == COUNTS[:8], "ids beyond are nobody's draft"
+    assert token_counts(store, 8).tolist() == COUNTS[:8], "ids beyond are never drafted"
 
 
 def test_a_cache_without_responses_counts_nothing(tmp_path):

@@ -129,7 +129,7 @@ def test_a_gradient_too_large_for_half_precision_is_skipped_and_the_scale_halved
     assert replicas._scale.value == 2.0**59
     assert all(torch.equal(before[key], value) for key, value in drafter.state_dict().items())
     assert replicas.state_dict()["loss_scale/value"] == 2.0**59
-    batch.taps.hidden[-1].fill_(float("nan"))  # no scale mends a loss that is no number
+    batch.taps.hidden[-1].fill_(float("nan"))  # no scale makes a NaN loss finite
     assert not bool(run_update(replicas, [as_data_shard(batch)], UpdateContext(1, 9, 9, 0.0, 1, 0)).may_go_on)
 
 

@@ -131,7 +131,7 @@ def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_micro_batc
         assert not run.source.waited_for
     for _ in range(num_micro_batches):
         run.step()
-    assert run.source.waited_for == [new], "its draft stands behind nobody's any longer"
+    assert run.source.waited_for == [new], "its draft is the first in the queue now"
     assert len(run.texts[new]) == 2, "what comes too late is done without"
     run.source.slow.clear()
     run.finish()

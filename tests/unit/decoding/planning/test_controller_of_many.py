@@ -171,7 +171,7 @@ def test_who_is_alone_again_does_not_wait_as_many_did():
 
 
 def _pause(own: SpeculationController, num_rows: int) -> int:
-    """Cycles until drafts are tried again, which is then in vain."""
+    """Cycles until drafts are tried again; that trial fails as well."""
     count = 0
     while own.plan(num_rows, num_rows) is None:
         own.pause(num_rows)
@@ -328,7 +328,7 @@ def test_late_drafts_end_a_try(monkeypatch, tmp_path):
     monkeypatch.setattr(asked.source, "collect", lambda numbers: {})
     for _ in range(20):
         asked.engine.step()
-    assert 4 <= sum(map(len, asked.asks)) <= 8, "it was asked in vain, and left alone"
+    assert 4 <= sum(map(len, asked.asks)) <= 8, "it did not answer, and was not asked again"
 
 
 def test_who_has_no_drafter_yet_has_not_given_up(monkeypatch, tmp_path):

@@ -492,7 +492,7 @@ def test_ends_that_come_while_a_draft_is_under_way_wait_for_nobody(monkeypatch, 
 
 def test_how_long_a_sequence_is_unused_and_that_it_is_gone_for_good(tiny):
     host = DraftHost({"d": build(tiny, VARIANTS["ngram-0"])}, CAPACITY, 64)
-    assert host.seconds_unused("a") == float("inf"), "nobody has asked for it"
+    assert host.seconds_unused("a") == float("inf"), "it was never asked for"
     entry = Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=0)
     host.handle(DraftRequest(number=1, entries=(entry,)), {})
     time.sleep(0.1)
