@@ -43,8 +43,8 @@ class Rehearsed(Drafter[RehearsedState]):
         raise NotImplementedError("never trained")
 
     def new_state(self, max_model_len: int, max_expanded: int) -> RehearsedState:
-        slots = capacity + max_expanded
-        mask = PrefixMask(max(capacity, max_expanded), slots + capacity, self._target.model.lm_head.weight)
+        slots = max_model_len + max_expanded
+        mask = PrefixMask(max(max_model_len, max_expanded), slots + max_model_len, self._target.model.lm_head.weight)
         return RehearsedState(self._target.new_cache(slots), mask)
 
     def reset(self, state: RehearsedState) -> None:

@@ -92,8 +92,9 @@ def measurement_fingerprints(config: EvaluateConfig, target: Target, tokenizer: 
 def _ask(runner: Runner, questions: list[Question], log: AnswerLog, total: int, console: Console) -> None:
     """Ask every turn that has no answer yet and show progress."""
     with Progress("evaluate", total, done=log.num_recorded, unit="turns", console=console) as progress:
-        for num_turns in runner.ask(questions, log):
+        for num_turns in runner.ask(questions, log, show=lambda doing: progress.update(note=doing)):
             progress.advance(num_turns)
+        progress.update(note="")
 
 
 def _making(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:

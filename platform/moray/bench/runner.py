@@ -44,6 +44,11 @@ class Method:
     generations: list[Generation] = field(default_factory=list)
     lossless: list[bool] = field(default_factory=list)
 
+    @property
+    def label(self) -> str:
+        """Its name and tree, as progress shows them."""
+        return f"{self.name}, {self.tree}" if self.tree else self.name
+
     def only(self, indices: Sequence[int]) -> "Method":
         """A copy with only some of the answers."""
         generations = [self.generations[i] for i in indices]
@@ -103,6 +108,7 @@ class Runner:
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         self._is_warm = False
+        self._show: Callable[[str], None] = lambda doing: None
         self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
         # The decoders take turns, so they share one KV cache.
         runner = runner_for(target, self.max_model_len, max(shape.num_nodes for shape in config.trees))
@@ -131,7 +137,11 @@ class Runner:
         self._names = [(method.name, method.tree) for method in methods]
 
     def ask(
-        self, questions: Sequence[Question], log: AnswerLog | None = None, first_sequence: int = 0
+        self,
+        questions: Sequence[Question],
+        log: AnswerLog | None = None,
+        first_sequence: int = 0,
+        show: Callable[[str], None] = lambda doing: None,
     ) -> Iterator[int]:
         """Answer all turns of all questions with all methods, at each temperature.
 
@@ -142,6 +152,7 @@ class Runner:
             questions: in the order of asking.
             log: the answers of this evaluation on disk.
             first_sequence: number of turns of the questions asked before these.
+            show: told which method runs next, because a turn takes minutes with many of them.
 
         Yields:
             the number of turns just answered or skipped; a turn counts once per temperature, and turns from `log` do
@@ -150,6 +161,7 @@ class Runner:
         sequence = (
             first_sequence  # of a question's first turn; must not depend on skipping, resuming or the temperature
         )
+        self._show = show
         for question in questions:
             yield from self._ask_question(question, sequence, log)
             sequence += len(question.turns)
@@ -184,10 +196,10 @@ class Runner:
         methods = self.measurement.methods
         # Rotate the order per prompt, so that no method always runs with warm or cold caches.
         shift = sequence % len(methods)
-        generations = {
-            id(method): method.run(prompt, params, self._config.max_new_tokens, sequence)
-            for method in methods[shift:] + methods[:shift]
-        }
+        generations: dict[int, Generation] = {}
+        for method in methods[shift:] + methods[:shift]:
+            self._show(method.label)
+            generations[id(method)] = method.run(prompt, params, self._config.max_new_tokens, sequence)
         return tuple(
             MethodAnswer(method=method.name, tree=method.tree, generation=generations[id(method)]) for method in methods
         )
@@ -195,6 +207,7 @@ class Runner:
     def _warm_up(self, prompt: list[int]) -> None:
         """Run every method once, untimed, because first calls in a process are slow."""
         for method in self.measurement.methods:
+            self._show(f"warm-up: {method.label}")
             for params in self._config.samplings:
                 method.run(prompt, params, _WARM_UP_TOKENS, 0)
         self._is_warm = True

@@ -241,6 +241,17 @@ def test_every_method_is_warmed_up_at_every_temperature_before_anything_is_timed
         assert [id(g) for g in method.generations] == [id(g) for g in expected], "nothing of the warm-up counts"
 
 
+def test_progress_names_the_method_that_runs_next(folder):
+    """A turn of many methods takes minutes, and the warm-up as long again."""
+    runner, _ = runner_of(folder, max_new_tokens=5)
+    shown: list[str] = []
+    for _ in runner.ask(QUESTIONS[:1], show=shown.append):
+        pass
+    labels = ["plain", "generate", f"rehearsed, {runner.measurement.methods[2].tree}"]
+    assert shown[:3] == [f"warm-up: {label}" for label in labels]
+    assert shown[3:6] == labels
+
+
 def test_methods_rotate_from_prompt_to_prompt_and_temperatures_alternate(folder):
     runner, _ = runner_of(folder, temperatures=[0, 1], max_new_tokens=5)
     calls = record_calls(runner)
