@@ -43,7 +43,7 @@ UNITS = {
     r"_flops$": "FLOP per second",
     r"_bandwidth$": "bytes per second",
     r"_per_minute$": "per minute",
-    r"(^|_)tokens$|^(max_)?context$|^capacity$|^max_length$|^row_length$|^max_positions$": "tokens",
+    r"(^|_)tokens$|^context$|^max_model_len$|^max_length$|^row_length$|^max_positions$": "tokens",
 }
 """The unit that a description must name, by a pattern of the key's name."""
 

@@ -147,7 +147,7 @@ class ReplayedAcceptance:
     def __call__(
         self, tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
     ) -> Accepted:
-        # Does the same work and the same device synchronisation as the greedy rule.
+        # Does the same work and the same device synchronisation as the greedy method.
         rows = torch.stack([tree.tokens, tree.parents, tree.depths, logits.argmax(dim=-1)])
         tokens, parents, depths, chosen = rows.tolist()
         path: list[int] = []

@@ -63,7 +63,7 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
 
 
 def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any]:
-    label, rates, rules = _replays(config)
+    label, rates, methods = _replays(config)
     progress.update(note="making the target")
     device = pick_device(config.device)
     target = random_target(config, device)
@@ -83,11 +83,11 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     decoder_of = partial(SpeculativeDecoder, target, max_model_len=max_model_len, runner=runner, is_timed=True)
     plain = decoder_of(None)
     baselines, generations = [], []
-    for shape, rule in zip(config.trees, rules, strict=True):
+    for shape, method in zip(config.trees, methods, strict=True):
         progress.update(note=f"{shape.name}, {len(generations)} of {len(config.trees)} trees done")
-        decoder = decoder_of(drafter, shape, accept=rule)
+        decoder = decoder_of(drafter, shape, accept=method)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
-        rule.restart()  # discard the lengths used by the warm-up and by the previous tree
+        method.restart()  # discard the lengths used by the warm-up and by the previous tree
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
         generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
     step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
@@ -109,15 +109,15 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
 
 
 def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], list[ReplayedAcceptance]]:
-    """The source of acceptance in words, and for each tree its rate (None if replayed) and its acceptance rule."""
+    """The source of acceptance in words, and for each tree its rate (None if replayed) and its acceptance method."""
     if config.acceptance is not None:
         recorded = RecordedLengths.read(config.acceptance)
-        rule = ReplayedAcceptance(recorded)  # shared by all trees, since each starts with a restart
+        method = ReplayedAcceptance(recorded)  # shared by all trees, since each starts with a restart
         label = (
             f"SYNTHETIC: {recorded.source}, as deep as each tree goes (adaptive shapes may draft less deep); the "
             "weights are random"
         )
-        return label, [None] * len(config.trees), [rule] * len(config.trees)
+        return label, [None] * len(config.trees), [method] * len(config.trees)
     assert config.tau is not None, "the configuration gives one of the two"
     rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
     label = (

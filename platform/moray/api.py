@@ -22,7 +22,7 @@ from moray.trees.shapes import AdaptiveShape, AnyShape
 
 ADAPTIVE = AdaptiveShape(type="adaptive", depth=8)
 """Chains whose depth is chosen in every cycle, down to no draft at all."""
-MAX_CONTEXT = 4096
+MAX_MODEL_LEN = 4096
 _MAX_DECODERS = 8
 """That a target keeps, the last ones used."""
 _MAX_NODES = 128
@@ -58,7 +58,7 @@ class SamplingSettings(TypedDict, total=False):
 class Target:
     """A model whose output must come out unchanged, its tokenizer, and key/value memory for one answer at a time."""
 
-    def __init__(self, model: TargetModel, tokenizer: ChatTokenizer, max_model_len: int = MAX_CONTEXT) -> None:
+    def __init__(self, model: TargetModel, tokenizer: ChatTokenizer, max_model_len: int = MAX_MODEL_LEN) -> None:
         """`max_model_len` is the most tokens of prompt and answer together, for which memory is allocated here."""
         self.model, self.tokenizer = model, tokenizer
         self.max_model_len = min(model.spec.max_positions, max_model_len)
@@ -67,7 +67,7 @@ class Target:
 
     @classmethod
     def load(
-        cls, model: str | Path, *, max_model_len: int = MAX_CONTEXT, **settings: Unpack[TargetSettings]
+        cls, model: str | Path, *, max_model_len: int = MAX_MODEL_LEN, **settings: Unpack[TargetSettings]
     ) -> "Target":
         """Load a model's weights and its tokenizer.
 

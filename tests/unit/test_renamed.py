@@ -72,6 +72,12 @@ def test_the_length_of_a_sequence_has_one_name(config_class, preset, capsys):
     assert "note: 'max_context' is now 'max_model_len'" in capsys.readouterr().err
 
 
+def test_the_length_of_a_sequence_has_one_name_in_a_sweep_of_trainings(capsys):
+    preset = str(REPOSITORY / "configs/sweeps/target-layer-and-mask-width.yaml")
+    assert load_config(SweepConfig, [preset, "decoding.max_context=512"]).decoding.max_model_len == 512
+    assert "note: 'decoding.max_context' is now 'decoding.max_model_len'" in capsys.readouterr().err
+
+
 def test_a_new_name_wins_over_the_old_one_of_a_file(tmp_path):
     config = load_config(DistillConfig, [written(tmp_path, OLD_RUN), "train.max_grad_norm=0.9"])
     assert config.train.max_grad_norm == 0.9

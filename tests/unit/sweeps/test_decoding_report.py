@@ -98,7 +98,10 @@ def test_the_command_asks_what_the_sweep_asked(tmp_path, changes):
     write_decoding_sweep(tmp_path, two_drafters(), **changes)
     sweep = config_of(tmp_path, **changes)
     answer = read_json(tmp_path / "summary.json")["drafters"]["moa"]
-    program, *words = shlex.split(evaluate_command(sweep.model_dump(mode="json"), str(tmp_path / "best-moa.yaml")))
+    config, path = sweep.model_dump(mode="json"), str(tmp_path / "best-moa.yaml")
+    of_earlier_version = {"max_context" if key == "max_model_len" else key: value for key, value in config.items()}
+    assert evaluate_command(of_earlier_version, path) == evaluate_command(config, path)
+    program, *words = shlex.split(evaluate_command(config, path))
     assert (program, words[:2]) == ("python", ["-m", "pipelines.evaluate"])
     found = load_config(EvaluateConfig, words[2:])
     count = sweep.confirm.num_questions or sweep.num_questions

@@ -16,7 +16,7 @@ DECAY = 0.97
 """Factor on the weight of a cycle for every cycle after it: about the last 30 count."""
 _PRIOR_WEIGHT = 6.0
 """Weight, in drafts, of the prior for a level never tried, or not tried for a long time, so that it is tried again.
-With 2, two refusals at the start of an answer end drafting for about 100 cycles (docs/results/decoding.md)."""
+With 2, two refusals at the start of an answer halve the estimate, from 0.7 to 0.35 (docs/results/decoding.md)."""
 _PRIOR_REFUSALS = 0.3
 _DECAY_LAYER_COUNT = 0.995
 """Like `DECAY`, for comparing values of N: their differences are smaller than the noise of 30 cycles, and last

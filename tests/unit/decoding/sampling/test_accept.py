@@ -1,6 +1,6 @@
 """Typical acceptance on trees made by hand, against a reference that tries every path in turn.
 
-The lossless rules are held to the target's law in tests/contract/test_verifier.py.
+The lossless methods are held to the target's law in tests/contract/test_law_of_rules.py.
 """
 
 import math
