@@ -146,15 +146,15 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
     if may_round and {weight.dtype for weight in weights} == {torch.float32} and _are_kernels_there(torch.bfloat16):
         rounded, _ = _measure(weights, torch.bfloat16)
         if all(gain >= _GAIN * max(gains[rows], 1.0) for rows, gain in rounded.items()):
-            reason = f"packed weights in bfloat16, which are {_said(rounded)} rows times as fast as torch's in float32"
+            reason = f"packed weights in bfloat16, {_said(rounded)} as torch's in float32"
             return Kernels(True, True, f"linear layers: {reason}", torch.bfloat16)
     said = _said(gains)
     above_one_row = [gain for rows, gain in gains.items() if rows > 1]
     if max(above_one_row) < _GAIN or min(above_one_row) < 1 / _GAIN:
-        return _stock(f"packed ones are {said} rows times as fast")
+        return _stock(f"packed ones would be {said}")
     packs_one_row = gains[1] >= _GAIN
     which = "packed weights" if packs_one_row else "packed weights for two rows and more, torch's own kernels for one"
-    return Kernels(True, packs_one_row, f"linear layers: {which}; packed ones are {said} rows times as fast")
+    return Kernels(True, packs_one_row, f"linear layers: {which}; packed ones are {said}")
 
 
 def pack_linears(model: nn.Module, kernels: Kernels) -> None:
@@ -166,7 +166,12 @@ def pack_linears(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _said(gains: Mapping[int, float]) -> str:
-    return ", ".join(f"{gain:.2f} at {rows}" for rows, gain in gains.items())
+    """For example "0.91, 1.16 and 0.84 times as fast with 1, 4 and 17 rows"."""
+
+    def listed(items: list[str]) -> str:
+        return f"{', '.join(items[:-1])} and {items[-1]}"
+
+    return f"{listed([f'{gain:.2f}' for gain in gains.values()])} times as fast with {listed([*map(str, gains)])} rows"
 
 
 def _stock(reason: str) -> Kernels:

@@ -224,7 +224,12 @@ def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.
     patterns = ["*.json", "*.jinja", "*.model", *(["*.safetensors"] if needs_weights else [])]
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{field} '{model}' is no folder, and the hub cannot be reached to fetch it, nor is it in the hub's local "
+            "cache: give a folder or a GGUF file"
+        ) from None
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"{field} '{model}' is neither a folder nor a hub model that can be fetched: {type(error).__name__}"
         ) from None
