@@ -40,7 +40,7 @@ def test_the_readme_s_lines_run(folder, capsys):
     code = code.replace("runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", str(folder))
     exec(code.replace("runs/smollm2/eagle", str(folder / "drafter")), {})
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"\d+ tokens in \d+ target passes, \d\.\d\d per pass, not counting the prompt's pass", last)
+    assert re.fullmatch(r"\d+ tokens; tau \d\.\d\d, which does not count the pass over the prompt", last)
 
 
 def test_importing_moray_loads_neither_torch_nor_ray():
