@@ -66,4 +66,4 @@ def test_a_machine_twice_as_fast_is_allowed_half():
 
 
 def test_a_little_more_than_the_budget_is_a_warning():
-    assert [judge(minutes, 60.0) for minutes in (60.0, 61.0, 69.0, 69.1)] == [None, "warning", "warning", "error"]
+    assert [judge(minutes, 60.0) for minutes in (60.0, 61.0, 78.0, 78.1)] == [None, "warning", "warning", "error"]
