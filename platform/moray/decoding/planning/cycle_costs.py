@@ -85,7 +85,7 @@ class CycleCosts:
         """Record the time it took to send new tokens to the drafter and to request drafts.
 
         The very first time counts as at most a draft of one level, because a drafter's first request may be slow: one
-        took 36 ms where later ones took 1. Simulated decoding in docs/results/decoding.md shows what that is worth.
+        took 36 ms. What that is worth in simulated decoding is in docs/results/decoding.md.
         """
         if self._are_requests_old:
             self._requests, self._are_requests_old = {}, False
