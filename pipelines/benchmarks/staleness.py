@@ -1,24 +1,20 @@
-"""How tau depends on stale memory: drafts made with memory that ends some tokens before the root.
+"""How tau depends on stale memory: decoding with drafts whose memory ends some tokens before the root.
 
-The target generates each answer once with plain greedy decoding. The drafter then follows the answer as in decoding and
-drafts a chain below each root, except that for the last `lag` tokens before the root it has only the token ids and not
-their memory:
+Each lag decodes all answers on the engine, with drafts from `StaleDrafts`: for the last `lag` tokens before the root,
+the drafter has only the token ids and not their memory.
 
     text          t0 .. t4   t5   t6   t7        t0..t4 and their memory given to `extend`, t7 the root, lag 2
-    step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     drafted from t7 on
-    counted       d1 d2 d3 up to the first mismatch with the answer; the next root is the true token after the match
+    step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     the draft is d1 d2 d3
 
-After that the answers are fixed: the target only reads each one again for its memory, and acceptance is a comparison of
-tokens.
-
-Running ahead drafts with memory like this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
+The answers are the same at every lag, because decoding is greedy and lossless. Running ahead drafts with memory like
+this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,101 +26,93 @@ from moray.bench.recording import record
 from moray.bench.reports.wording import interval, number
 from moray.bench.specbench import Question
 from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
+from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
-from moray.decoding.observed import taps_of_text
+from moray.decoding.generation import Generation, tau
 from moray.decoding.params import SamplingParams
-from moray.drafters.base import Drafter
+from moray.drafters.base import Drafter, Memory
+from moray.drafters.common.rows import on_device
 from moray.drafters.loading import load_drafters
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.progress import track
+from moray.targets.model import Target
 from moray.text import ChatTokenizer
+from moray.trees.shapes import ChainShape
+from moray.trees.tree import TokenTree, chain_of
 
 _GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A prompt and the target's greedy answer to it."""
+class StaleDrafts(LocalDrafts):
+    """Greedy chains from a drafter whose memory ends `lag` tokens before the root."""
 
-    prompt: list[int]
-    tokens: list[int]
-
-
-class LateDrafter:
-    """Drafts chains along known texts with stale memory."""
-
-    def __init__(self, runner: TargetRunner, drafter: Drafter, depth: int, max_lag: int) -> None:
+    def __init__(self, drafter: Drafter, max_model_len: int, depth: int, lag: int) -> None:
         """
         Args:
-            runner: the target's, with slots for the longest text.
-            drafter: the drafter to measure; it gets its own state.
-            depth: tokens per chain.
-            max_lag: largest lag that `count` will be called with.
+            drafter: may be shared.
+            max_model_len: maximum number of tokens of a sequence.
+            depth: maximum number of tokens of a chain.
+            lag: number of tokens before the root without memory; a prompt must be longer.
 
         Raises:
             ConfigError: the drafter cannot draft that deep.
         """
-        deepest = depth + max_lag
-        if drafter.max_depth is not None and drafter.max_depth < deepest:
+        if drafter.max_depth is not None and drafter.max_depth < depth + lag:
             raise ConfigError(
                 f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
-                f"{depth} and a lag of {max_lag} need {deepest}: leave it out, or give less of either"
+                f"{depth} and a lag of {lag} need {depth + lag}: leave it out, or give less of either"
             )
-        self._runner = runner
-        self._drafter = drafter
-        self._depth = depth
-        self._state = drafter.new_state(runner.cache.num_slots, deepest)
-        self._text = torch.empty(0, dtype=torch.long, device=drafter.head.weight.device)
-        self._first_root = 0
-        self._memory: dict[str, Tensor] = {}
+        super().__init__(drafter, max_model_len, depth + lag)
+        self._lag = lag
+        self._held: dict[int, tuple[Tensor, Memory]] = {}
+        """Tokens of a sequence that the drafter's state does not have yet, and their memory."""
+        self._num_expanded: dict[int, int] = {}
+        """Levels of a sequence's last draft that its state holds, counted from the first held token."""
 
-    @torch.inference_mode()
-    def take(self, answer: Answer) -> None:
-        """Run the target over a whole text and keep the observed memory; later calls of `count` refer to this text."""
-        self._text = torch.tensor([*answer.prompt, *answer.tokens], device=self._text.device)
-        self._first_root = len(answer.prompt)
-        pieces: dict[str, list[Tensor]] = {}
-        text = [*answer.prompt, *answer.tokens[:-1]]
-        for _, taps in taps_of_text(self._runner, text, self._drafter.observed):
-            for name, rows in self._drafter.observe(taps).items():
-                pieces.setdefault(name, []).append(rows)
-        self._memory = {name: torch.cat(rows, dim=1) for name, rows in pieces.items()}
+    def num_known(self, number: int) -> int:
+        return super().num_known(number) + (self._held[number][0].shape[0] if number in self._held else 0)
 
-    @torch.inference_mode()
-    def count(self, lag: int) -> list[int]:
-        """Count how many draft tokens match the answer in each cycle.
+    def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
+        if number in self._held:
+            held_tokens, held_memory = self._held[number]
+            tokens = torch.cat((held_tokens, tokens))
+            memory = {name: torch.cat((rows, memory[name]), dim=1) for name, rows in held_memory.items()}
+        self._held[number] = tokens, memory
 
-        The last root is the last one followed by a whole chain of answer tokens, so that every match can be checked.
-        """
-        self._drafter.reset(self._state)
-        accepted: list[int] = []
-        known, num_kept, root = 0, 0, self._first_root
-        while root + self._depth < self._text.shape[0]:
-            end = root - lag
-            part = {name: rows[:, known:end] for name, rows in self._memory.items()}
-            self._drafter.extend(self._state, self._text[known:end], part, num_kept)
-            known = end
-            accepted.append(self._agreement(known, root))
-            root += 1 + accepted[-1]
-            num_kept = min(1 + accepted[-1], lag + self._depth)  # nodes that were expanded in sequence and are true
-        return accepted
+    def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
+        jobs = [self._jobs.pop(number) for number in numbers if number in self._jobs]
+        return {job.number: self._chain(job) for job in jobs}
 
-    def _agreement(self, known: int, root: int) -> int:
-        """Count the leading draft tokens below a root that match the answer; the state covers tokens before `known`."""
+    def close(self, number: int) -> None:
+        super().close(number)
+        self._held.pop(number, None)
+        self._num_expanded.pop(number, None)
+
+    def _chain(self, job: DraftJob) -> TokenTree:
+        """The draft below a root: through the tokens without memory level by level, then the likeliest tokens."""
+        late = self._give_all_but_lag(job.number)
+        root = on_device(late.device, [job.root])
+        path = torch.cat((late, root))
         drafted: list[Tensor] = []
-        for level in range(root + self._depth - known):
-            position = known + level
-            token = self._text[position : position + 1] if position <= root else drafted[-1]
-            logits = self._drafter.step(self._state, token, None, level)
+        for level in range(self._lag + job.shape.depth):
+            token = path[level : level + 1] if level <= self._lag else drafted[-1]
+            logits = self.drafter.step(self._states[job.number], token, None, level)
             if logits is None:
                 break
-            if position >= root:
+            self._num_expanded[job.number] = level + 1
+            if level >= self._lag:
                 drafted.append(logits.argmax(dim=-1))
-        if not drafted:
-            return 0
-        truth = self._text[root + 1 : root + 1 + len(drafted)]
-        return int((torch.cat(drafted) == truth).long().cumprod(dim=0).sum())
+        return chain_of(torch.cat((root, *drafted)))
+
+    def _give_all_but_lag(self, number: int) -> Int[Tensor, " lag"]:
+        """Give a sequence's state all tokens but the last `lag`, which are returned."""
+        tokens, memory = self._held.pop(number)
+        count = tokens.shape[0] - self._lag
+        kept = min(count, self._num_expanded.pop(number, 0))  # the last draft began with just these tokens
+        super().extend(number, tokens[:count], {name: rows[:, :count] for name, rows in memory.items()}, kept)
+        self._held[number] = tokens[count:], {name: rows[:, count:] for name, rows in memory.items()}
+        return tokens[count:]
 
 
 def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, Any]:
@@ -132,63 +120,71 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
 
     Raises:
         ConfigError: a drafter cannot draft as deep as depth and lag together require.
-        DataError: no prompt fits into the context and is longer than the largest lag.
+        DataError: no prompt fits into the context and is longer than the largest lag, or no answer needs a draft.
     """
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
     max_model_len = min(target.spec.max_positions, config.max_model_len)
-    runner = runner_for(target, max_model_len, 0)
-    max_lag = max(config.lags)
-    late = {name: LateDrafter(runner, drafter, config.depth, max_lag) for name, drafter in drafters.items()}
-    decoder = SpeculativeDecoder(target, None, max_model_len=max_model_len, runner=runner)
-    asked = _answers(config, decoder, questions, tokenizer)
-    answers = list(track(asked, "answers", len(questions), unit="answers", console=console))
-    if not answers:
+    runner = runner_for(target, max_model_len, config.depth)
+    decoders = {
+        name: {lag: stale_decoder(target, drafter, config.depth, lag, max_model_len, runner) for lag in config.lags}
+        for name, drafter in drafters.items()
+    }
+    prompts = _prompts(config, max_model_len, questions, tokenizer)
+    if not prompts:
         raise nothing_fits(config.questions, max_model_len - config.max_new_tokens)
-    rows = []
-    for name, drafter in late.items():
-        counts: dict[int, list[tuple[float, float]]] = {lag: [] for lag in config.lags}
-        for answer in track(answers, name, len(answers), unit="answers", console=console):
-            drafter.take(answer)
-            for lag, pairs in counts.items():
-                accepted = drafter.count(lag)
-                pairs.append((float(sum(accepted) + len(accepted)), float(len(accepted))))
-        rows += _rows(name, counts)
-    return {"rows": rows, "num_answers": len(answers), "num_tokens": sum(len(a.tokens) for a in answers)} | record(
-        config
-    )
+    eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
+    rows, num_tokens = [], 0
+    for name, by_lag in decoders.items():
+        answers: dict[int, list[Generation]] = {lag: [] for lag in config.lags}
+        for prompt in track(prompts, name, len(prompts), unit="answers", console=console):
+            for lag, decoder in by_lag.items():
+                answers[lag].append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, eos_ids))
+        if not any(answer.num_cycles for answer in answers[0]):
+            raise DataError(f"every answer to questions '{config.questions}' ends with its first token; give others")
+        rows += _rows(name, answers)
+        num_tokens = sum(len(answer.tokens) for answer in answers[0])
+    return {"rows": rows, "num_answers": len(prompts), "num_tokens": num_tokens} | record(config)
 
 
-def _answers(
-    config: StalenessConfig,
-    decoder: SpeculativeDecoder,
-    questions: Collection[Question],
-    tokenizer: ChatTokenizer,
-) -> Iterator[Answer]:
-    """Yield the target's answers to the first turns, skipping answers too short for a single root."""
-    eos_ids = {*decoder.target.eos_ids, *tokenizer.eos_ids}
-    for question in questions:
-        prompt = tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}])
-        if max(config.lags) < len(prompt) <= decoder.max_model_len - config.max_new_tokens:
-            tokens = decoder.generate(prompt, _GREEDY, config.max_new_tokens, eos_ids).tokens
-            if len(tokens) > config.depth:
-                yield Answer(prompt, tokens)
+def stale_decoder(
+    target: Target, drafter: Drafter, depth: int, lag: int, max_model_len: int, runner: TargetRunner | None = None
+) -> SpeculativeDecoder:
+    """A decoder whose drafter drafts chains of `depth` tokens with memory that ends `lag` tokens before the root.
+
+    Raises:
+        ConfigError: the drafter cannot draft that deep.
+    """
+    drafts = StaleDrafts(drafter, max_model_len, depth, lag)
+    chain = ChainShape(type="chain", depth=depth)
+    return SpeculativeDecoder(target, drafter, chain, max_model_len, runner, drafts=drafts)
 
 
-def _rows(name: str, counts: Mapping[int, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """Rows with tau = (accepted + 1 per cycle) / cycles over all answers, and intervals from resampling answers."""
-    taus = {lag: sum(above for above, _ in pairs) / sum(below for _, below in pairs) for lag, pairs in counts.items()}
+def _prompts(
+    config: StalenessConfig, max_model_len: int, questions: Collection[Question], tokenizer: ChatTokenizer
+) -> list[list[int]]:
+    """The first turns that fit into the context and are longer than every lag."""
+    prompts = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    return [prompt for prompt in prompts if max(config.lags) < len(prompt) <= max_model_len - config.max_new_tokens]
+
+
+def _rows(name: str, answers: Mapping[int, Sequence[Generation]]) -> list[dict[str, Any]]:
+    """Rows with tau over all answers at each lag, and intervals from resampling answers."""
+    pairs = {
+        lag: [(float(sum(one.emitted)), float(one.num_cycles)) for one in of_lag] for lag, of_lag in answers.items()
+    }
+    taus = {lag: tau(of_lag) for lag, of_lag in answers.items()}
     return [
         {
             "drafter": name,
             "lag": lag,
-            "num_cycles": int(sum(below for _, below in pairs)),
+            "num_cycles": sum(one.num_cycles for one in answers[lag]),
             "tau": taus[lag],
-            "tau_interval": ratio_interval(pairs),
+            "tau_interval": ratio_interval(pairs[lag]),
             "relative": taus[lag] / taus[0],
-            "relative_interval": ratio_of_ratios_interval(pairs, counts[0]),
+            "relative_interval": ratio_of_ratios_interval(pairs[lag], pairs[0]),
         }
-        for lag, pairs in counts.items()
+        for lag in answers
     ]
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 
 from moray.decoding.engine.config import EngineConfig
-from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.draft_source import DraftSource, LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.node_selection import NodeSelector
 from moray.decoding.engine.runner import TargetRunner
@@ -53,6 +53,7 @@ class SpeculativeDecoder:
         runner: TargetRunner | None = None,
         accept: Accept | None = None,
         *,
+        drafts: DraftSource | None = None,
         selector: NodeSelector | None = None,
         is_timed: bool = False,
     ) -> None:
@@ -66,6 +67,7 @@ class SpeculativeDecoder:
             max_model_len: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
             accept: acceptance method that overrides the one in the sampling parameters.
+            drafts: where the drafter's drafts come from; None for the drafter in this process.
             selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
@@ -86,9 +88,9 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self._name = "" if drafter is None else type(drafter).__name__.lower()
-        drafts = (
-            {self._name: LocalDrafts(drafter, self.max_model_len, shape.num_expanded)} if drafter is not None else {}
-        )
+        sources: dict[str, DraftSource] = {}
+        if drafter is not None:
+            sources[self._name] = drafts or LocalDrafts(drafter, self.max_model_len, shape.num_expanded)
         config = EngineConfig(
             max_num_seqs=1,
             kv_cache_tokens=max(64, self.max_model_len + nodes + 1),
@@ -98,7 +100,7 @@ class SpeculativeDecoder:
         )
         accept_rows = None if accept is None else row_by_row(accept)
         self._engine = Engine(
-            target, config, (), drafts=drafts, runner=runner, accept=accept_rows, selector=selector, is_timed=is_timed
+            target, config, (), drafts=sources, runner=runner, accept=accept_rows, selector=selector, is_timed=is_timed
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Late memory: at no lag the counts of ordinary decoding, at any other those of drafting by hand."""
+"""Stale memory: without lag, the drafts of ordinary decoding; with lag, those of drafting by hand."""
 
 import json
 
@@ -16,7 +16,7 @@ from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import ChainShape
-from pipelines.benchmarks.staleness import Answer, LateDrafter, benchmark_staleness, print_staleness
+from pipelines.benchmarks.staleness import StaleDrafts, benchmark_staleness, print_staleness, stale_decoder
 
 DEPTH, CAPACITY, COUNT = 3, 64, 24
 
@@ -33,40 +33,44 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answer(tiny):
-    prompt = tiny.prompt()
-    return Answer(prompt, tiny.hugging_face(prompt, COUNT))
+def prompt(tiny):
+    return tiny.prompt()
+
+
+@pytest.fixture(scope="module")
+def answer(tiny, prompt):
+    return tiny.hugging_face(prompt, COUNT)
 
 
 @pytest.fixture(scope="module", params=["moa-2", "eagle-0", "ngram-0"])
-def drafter(request, tiny, answer):
+def drafter(request, tiny, prompt, answer):
     steps = 12  # it shall be right sometimes
-    return overfit(tiny, build(tiny, VARIANTS[request.param]), answer.prompt + answer.tokens, len(answer.prompt), steps)
+    return overfit(tiny, build(tiny, VARIANTS[request.param]), prompt + answer, len(prompt), steps)
 
 
-def test_without_lag_the_counts_are_those_of_decoding(tiny, drafter, answer):
-    late = LateDrafter(runner_for(tiny.target, CAPACITY, 0), drafter, DEPTH, 4)
-    late.take(answer)
-    late.count(4)  # what was counted before leaves nothing behind
-    late.take(answer)
-    counts = late.count(0)
-    made = SpeculativeDecoder(tiny.target, drafter, ChainShape(type="chain", depth=DEPTH), CAPACITY).generate(
-        answer.prompt, SamplingParams(), COUNT, ()
-    )
-    assert made.tokens == answer.tokens
-    assert len(counts) >= (COUNT - DEPTH) // (DEPTH + 1)
-    assert counts == made.accepted[: len(counts)]
+def test_without_lag_drafts_are_those_of_ordinary_decoding(tiny, drafter, prompt, answer):
+    chain = ChainShape(type="chain", depth=DEPTH)
+    made = [
+        decoder.generate(prompt, SamplingParams(), COUNT, ())
+        for decoder in (
+            stale_decoder(tiny.target, drafter, DEPTH, 0, CAPACITY),
+            SpeculativeDecoder(tiny.target, drafter, chain, CAPACITY),
+        )
+    ]
+    assert made[0].tokens == made[1].tokens == answer
+    assert made[0].accepted == made[1].accepted
+    assert len(made[0].accepted) >= (COUNT - DEPTH) // (DEPTH + 1)
 
 
 @pytest.mark.parametrize("lag", [1, 4])
-def test_with_a_lag_the_last_tokens_have_no_memory(tiny, drafter, answer, lag):
+def test_with_a_lag_the_last_tokens_have_no_memory(tiny, drafter, prompt, answer, lag):
     """The same by states that are made anew for every root, and led level by level to it."""
-    runner = runner_for(tiny.target, CAPACITY, 0)
-    late = LateDrafter(runner, drafter, DEPTH, lag)
-    late.take(answer)
-    text, wanted, root = torch.tensor(answer.prompt + answer.tokens), [], len(answer.prompt)
-    memory = {}
-    for _, taps in taps_of_text(runner, text[:-1].tolist(), drafter.observed):
+    decoder = stale_decoder(tiny.target, drafter, DEPTH, lag, CAPACITY)
+    decoder.generate(prompt[: lag + 1], SamplingParams(), COUNT, ())  # an earlier answer leaves nothing behind
+    made = decoder.generate(prompt, SamplingParams(), COUNT, ())
+    assert made.tokens == answer
+    text, wanted, root, memory = torch.tensor(prompt + answer), [], len(prompt), {}
+    for _, taps in taps_of_text(runner_for(tiny.target, CAPACITY, 0), text[:-1].tolist(), drafter.observed):
         memory.update(drafter.observe(taps))
     with torch.inference_mode():
         while root + DEPTH < len(text):
@@ -82,7 +86,8 @@ def test_with_a_lag_the_last_tokens_have_no_memory(tiny, drafter, answer, lag):
             drafted, true = path[lag + 1 :], text[root + 1 : root + 1 + DEPTH].tolist()
             wanted.append(next((k for k in range(len(drafted)) if drafted[k] != true[k]), len(drafted)))
             root += 1 + wanted[-1]
-    assert late.count(lag) == wanted
+    assert made.accepted[: len(wanted)] == wanted
+    assert len(made.accepted) <= len(wanted) + DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +103,7 @@ def settings(tmp_path_factory):
         "questions": str(questions),
         "depth": 2,
         "lags": [0, 3],
-        "max_new_tokens": 12,
+        "max_new_tokens": 13,
     }
 
 
@@ -118,7 +123,7 @@ def test_what_cannot_be_measured_is_refused(settings):
     for wrong, message in (
         ({"lags": [1, 2]}, "name 0"),
         ({"lags": [0, 63]}, "at most 64"),
-        ({"depth": 12}, "less than max_new_tokens"),
+        ({"depth": 13}, "less than max_new_tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             validate(StalenessConfig, settings | wrong)
@@ -130,4 +135,4 @@ def test_what_cannot_be_measured_is_refused(settings):
 def test_heads_that_are_too_few_are_named(tiny):
     drafter = build(tiny, VARIANTS["medusa-0"])
     with pytest.raises(ConfigError, match="a medusa, which drafts 6 levels; depth 3 and a lag of 4 need 7"):
-        LateDrafter(runner_for(tiny.target, CAPACITY, 0), drafter, DEPTH, 4)
+        StaleDrafts(drafter, CAPACITY, DEPTH, 4)
