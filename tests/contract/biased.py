@@ -18,9 +18,9 @@ def always_accept(tree, probs, sampler, root_position) -> Accepted:
 
 
 def with_residual(residual: Callable) -> Callable:
-    """The rejection rule along first children, with another distribution after a refusal."""
+    """The rejection method along first children, with another distribution after a refusal."""
 
-    def rule(tree, probs, sampler, root_position) -> Accepted:
+    def method(tree, probs, sampler, root_position) -> Accepted:
         path, node = [], 0
         while True:
             children = [n for n in range(1, tree.num_nodes) if int(tree.parents[n]) == node]
@@ -38,7 +38,7 @@ def with_residual(residual: Callable) -> Callable:
             noise = accept_module.gumbel(sampler.uniform(accept_module.STREAM_RESIDUAL, position, p.shape[0]))
             return Accepted(path, tree.tokens[path].tolist(), int((p.log() + noise).argmax()))
 
-    return rule
+    return method
 
 
 FAULTS = {

@@ -1,4 +1,4 @@
-"""Every tree that any drafter proposes is sound, for every shape and every rule."""
+"""Every tree that any drafter proposes is sound, for every shape and every acceptance method."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sequences that the engine answers side by side: each gets the text that it gets alone, by every drafter and rule."""
+"""Sequences that the engine answers side by side: each gets the text that it gets alone, by every drafter and method."""
 
 import pytest
 import torch
@@ -105,12 +105,12 @@ def test_rows_that_accept_different_paths_stay_apart(tiny, half_right, shape, pa
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_sparse_trees_and_the_other_rules(tiny, half_right):
+def test_sparse_trees_and_the_other_methods(tiny, half_right):
     """Rejection and typical acceptance draw by sequence and position: alone, the same text comes out."""
     sparse = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
     prompts = prompts_of(tiny)
-    for rule in ("rejection", "typical"):
-        params = SamplingParams(temperature=0.8, seed=2, acceptance_method=rule)
+    for method in ("rejection", "typical"):
+        params = SamplingParams(temperature=0.8, seed=2, acceptance_method=method)
         for shape in (sparse, CHAIN):
             decoder = SpeculativeDecoder(tiny.target, half_right, shape, CAPACITY)
             expected = [decoder.generate(p, params, 20, EOS, sequence=3 * i) for i, p in enumerate(prompts)]

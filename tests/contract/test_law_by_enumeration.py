@@ -1,4 +1,4 @@
-"""The rejection rule exactly: every decision enumerated instead of sampled."""
+"""The rejection method exactly: every decision enumerated instead of sampled."""
 
 from itertools import product
 

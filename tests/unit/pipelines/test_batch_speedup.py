@@ -104,9 +104,9 @@ def test_other_text_is_found(tiny, monkeypatch):
     assert (figures.lossless, figures.equal_share) == (False, 0.75)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "typical"])
-def test_where_texts_may_differ_nothing_is_claimed(tiny, rule):
-    figures = measure(tiny, 2, params=SamplingParams(temperature=0.8, acceptance_method=rule), rounds=1)
+@pytest.mark.parametrize("method", ["rejection", "typical"])
+def test_where_texts_may_differ_nothing_is_claimed(tiny, method):
+    figures = measure(tiny, 2, params=SamplingParams(temperature=0.8, acceptance_method=method), rounds=1)
     assert (figures.lossless, figures.equal_share) == (None, None)
     assert figures.speedup_vs_plain > 0
 

@@ -1,6 +1,6 @@
 """Typical acceptance on trees made by hand, against a reference that tries every path in turn.
 
-The lossless methods are held to the target's law in tests/contract/test_law_of_rules.py.
+The lossless methods are held to the target's law in tests/contract/test_law_of_acceptance_methods.py.
 """
 
 import math
@@ -209,7 +209,7 @@ def test_typical_is_the_only_lossy_rule():
     assert not typical().is_lossless
     assert SamplingParams().is_lossless
     assert all(
-        SamplingParams(temperature=1.0, acceptance_method=rule).is_lossless for rule in ("gumbel_coupled", "rejection")
+        SamplingParams(temperature=1.0, acceptance_method=method).is_lossless for method in ("gumbel_coupled", "rejection")
     )
 
 
