@@ -1,4 +1,4 @@
-"""Sequences that the engine answers side by side: each gets the text that it gets alone, by every drafter and method."""
+"""Sequences that the engine answers side by side: each gets the text that it gets alone, with every drafter."""
 
 import pytest
 import torch
