@@ -7,8 +7,9 @@ from tiny_drafters import SEVERAL_LAYER_COUNTS, VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.engine import engine as engine_module
-from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning import measuring
 
 TYPICAL = SamplingParams(temperature=0.8, seed=7, acceptance_method="typical")
 
@@ -66,6 +67,20 @@ def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive, m
     assert [size for size, _ in costs.verify][-1] == adaptive.num_nodes + 1
     assert [size for size, _ in drafts] == [1, 2, 3, 4]
     assert min(seconds for _, seconds in [*costs.verify, *drafts]) > 0
+
+
+def test_decoders_that_share_a_runner_measure_its_passes_once(tiny, adaptive, monkeypatch):
+    target, verified = tiny("llama"), []
+    verify = measuring._verify
+    monkeypatch.setattr(measuring, "_verify", lambda *asked: verified.append(asked) or verify(*asked))
+    runner = runner_for(target.target, MAX_POSITIONS, adaptive.num_nodes)
+    tables = []
+    for hit_rate in (0.5, 1.0):
+        decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, hit_rate), adaptive, MAX_POSITIONS, runner)
+        decoder.generate(target.prompt(), GREEDY, 2, ())
+        tables.append((len(verified), dict(runner.pass_seconds)))
+    assert tables[0] == tables[1]
+    assert tables[0][0] > 0
 
 
 def test_costs_are_measured_where_the_context_ends(tiny, adaptive):

@@ -129,7 +129,7 @@ def test_packed_weights_give_the_same_numbers(both):
         return one.logits(one.forward(tokens, torch.arange(20)[None], None, one.new_cache(20)).last)
 
     wanted = logits(whole.target)
-    target.pack_all_ranks(Kernels(are_packed=True, pack_one_row=True, reason=""))
+    target.pack_all_ranks(Kernels(packed_from=1, reason=""))
     torch.testing.assert_close(logits(target), wanted, atol=CLOSE, rtol=0)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented_code import python_blocks, run_block
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, save_chat_target
 
@@ -15,7 +16,6 @@ from moray.drafters.checkpoint import save_drafter
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import DynamicShape
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
@@ -35,10 +35,10 @@ def target(folder: Path) -> Target:
 
 
 def test_the_readme_s_lines_run(folder, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    (code,) = python_blocks("README.md")
     assert code.count("\n") <= 12
     code = code.replace("runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", str(folder))
-    exec(code.replace("runs/smollm2/eagle", str(folder / "drafter")), {})
+    run_block(code.replace("runs/smollm2/eagle", str(folder / "drafter")), "README.md")
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"\d+ tokens; tau \d\.\d\d, which does not count the pass over the prompt", last)
 

@@ -6,8 +6,9 @@ and up projections, and norms and rotations take half the operations. The result
 rounding.
 
 Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
-layer's own forward pass still works. It is used under `stock_kernels`, with gradients, under torch.compile, and when
-transformers itself runs the model. Weights must not be replaced once they are joined.
+joined ones are copies, not pages of the model's file, so that they can lie in huge pages. The layer's own forward pass
+still works. It is used under `stock_kernels`, with gradients, under torch.compile, and when transformers itself runs
+the model. Weights must not be replaced once they are joined.
 """
 
 from typing import Any
@@ -21,17 +22,29 @@ from moray.targets.packed_linear import Kernels, PackedWeight, is_stock
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
 
+_PLAIN = Kernels(None, "")
 
-def fuse_layers(model: Any, kernels: Kernels) -> None:
-    """Make every decoder layer of a frozen model compute in joined operations, with packed weights."""
+
+def fuse_layers(model: Any) -> list[Tensor]:
+    """Make every decoder layer of a frozen model compute in joined operations, unless they do so already; returns the
+    weights that these read."""
     for layer in model.model.layers:
-        layer.forward = FusedLayer(layer, kernels)
+        if not isinstance(layer.forward, FusedLayer):
+            layer.forward = FusedLayer(layer)
+    return [joined.weight for layer in model.model.layers for joined in layer.forward.products]
+
+
+def pack_layers(model: Any, kernels: Kernels) -> None:
+    """Let fused layers compute with these kernels."""
+    for layer in model.model.layers:
+        for joined in layer.forward.products:
+            joined.pack(kernels)
 
 
 class FusedLayer:
     """The forward pass of one layer of the families llama, mistral, qwen2 and qwen3."""
 
-    def __init__(self, layer: Any, kernels: Kernels) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._stock = layer.forward
         self._attention, self._mlp = attention, mlp
@@ -40,10 +53,11 @@ class FusedLayer:
         self._scaling: float = attention.scaling
         self._num_kv_heads: int = attention.k_proj.out_features // attention.head_dim
         self._num_heads: int = attention.q_proj.out_features // attention.head_dim
-        self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
-        self._out = _Joined([attention.o_proj], kernels)
-        self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj], kernels)
-        self._down = _Joined([mlp.down_proj], kernels)
+        self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = _Joined([attention.o_proj])
+        self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj])
+        self._down = _Joined([mlp.down_proj])
+        self.products = (self._qkv, self._out, self._gate_up, self._down)
         self._activation = mlp.act_fn
         self._input_norm = _Norm(layer.input_layernorm)
         self._mlp_norm = _Norm(layer.post_attention_layernorm)
@@ -91,17 +105,21 @@ class FusedLayer:
 class _Joined:
     """Linear layers with the same input, as one product."""
 
-    def __init__(self, linears: list[nn.Linear], kernels: Kernels) -> None:
-        weight = linears[0].weight.data if len(linears) == 1 else torch.cat([linear.weight.data for linear in linears])
-        for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.weight = torch.cat([linear.weight.data for linear in linears])
+        for linear, own in zip(linears, self.weight.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = own
-        self._weight = PackedWeight(weight, kernels)
+        self.pack(_PLAIN)
         self._sum = linears[0].sum_ranks if isinstance(linears[0], RowParallelLinear) else None
-        biases = [weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
+        biases = [self.weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
         self._bias = None if all(one.bias is None for one in linears) else torch.cat(biases)
 
+    def pack(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._packed = PackedWeight(self.weight, kernels)
+
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._weight.linear(x, self._bias)
+        out = self._packed.linear(x, self._bias)
         return out if self._sum is None else self._sum(out)
 
 

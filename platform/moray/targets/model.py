@@ -1,6 +1,6 @@
 """The target: a Hugging Face causal LM with its own weights, run with our masks, positions and cache.
 
-If its weights are packed, on a CPU, its layers compute in fused operations (see `targets.fused_layer`).
+On a CPU, the layers of a large model compute in fused operations (see `targets.fused_layer`).
 
 Everything that a drafter may read leaves this module as taps. It does not know drafters, trees or sampling.
 """
@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache
 
 from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
-from moray.targets.fused_layer import fuse_layers
+from moray.targets.fused_layer import fuse_layers, pack_layers
 from moray.targets.huge_pages import move_to_huge_pages
 from moray.targets.kv_cache import KVCache
 from moray.targets.loading import load_causal_lm
-from moray.targets.packed_linear import Kernels, PackedLinear, choose_kernels, linear_weights
+from moray.targets.packed_linear import Kernels, PackedLinear, choose_kernels, linear_weights, stay_in_cache
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -74,8 +74,9 @@ class Target:
     def load(cls, config: TargetConfig, field: str = "target.model", *, packs: bool = True) -> "Target":
         """Load the weights in `config.dtype` onto `config.device`; errors call the model `field`.
 
-        `packs` packs the weights on a CPU if that makes small passes faster (see `targets.packed_linear`). It takes
-        seconds and gains nothing in passes of hundreds of tokens: caching does without.
+        `packs` makes small passes faster on a CPU: layers are fused, weights move to huge pages, and those for which it
+        pays are packed (see `targets.packed_linear`). It takes seconds and gains nothing in passes of hundreds of
+        tokens: caching does without.
 
         Raises:
             ConfigError: the model does not exist, its family is not supported, the device is not there, or the weights
@@ -98,17 +99,24 @@ class Target:
 
             folder = resolve_folder(config.model)
             target = SparseTarget(model, spec, eos_ids, load_routers(folder, spec, field), folder)
-        if packs and device.type == "cpu":
-            target.kernels = choose_kernels(linear_weights(model))
-            target.pack()
+        if packs and device.type == "cpu" and not stay_in_cache(linear_weights(model)):
+            target.pack(choose_kernels(target.fuse()))
             target.log_kernels()
         return target
 
-    def pack(self) -> None:
-        """Pack the weights if `kernels` says so."""
-        if self.kernels is not None and self.kernels.are_packed:
-            fuse_layers(self.model, self.kernels)
-            self.model.lm_head = PackedLinear(self.model.lm_head, self.kernels)
+    def fuse(self) -> list[Tensor]:
+        """Fuse the layers and move their weights to huge pages; returns the weights that a pass reads in full."""
+        weights, head = fuse_layers(self.model), self.model.lm_head
+        head.weight.data = head.weight.data.clone()  # not pages of the model's file
+        move_to_huge_pages()
+        return [*weights, head.weight.data]
+
+    def pack(self, kernels: Kernels) -> None:
+        """Compute with these kernels in fused layers (see `fuse`)."""
+        self.kernels = kernels
+        if kernels.are_packed:
+            pack_layers(self.model, kernels)
+            self.model.lm_head = PackedLinear(self.model.lm_head, kernels)
             move_to_huge_pages()
 
     def log_kernels(self) -> None:

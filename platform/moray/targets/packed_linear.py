@@ -1,12 +1,13 @@
 """Linear layers on a CPU whose weights are packed once for oneDNN's kernels.
 
 On a CPU, `F.linear` hands its weight to a BLAS that packs it again in each call, which costs more than the products for
-the few rows of a verify pass. Here the weight is packed at load. The plain weight is kept too: for row counts at which
-it is faster, for gradients, for torch.compile and for baselines (`stock_kernels`).
+the few rows of a verify pass. Here the weight is packed at load. The plain weight is kept too: for few rows, of which
+BLAS only reads the weight, for gradients, for torch.compile and for baselines (`stock_kernels`).
 
-What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models whose
-weights stay in cache are left as they are: they gain little, and results stay the same in every process. For a larger
-model another process may choose other kernels, and its results may then differ in the last bits.
+What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights, as passes read
+them: joined (see `targets.fused_layer`) and in huge pages. Models whose weights stay in cache are left as they are:
+they gain little, and results stay the same in every process. For a larger model another process may choose other
+kernels, and its results may then differ in the last bits.
 
 Weights whose results need not be exact, those of a drafter, may also be rounded to bfloat16: half the bytes to read.
 """
@@ -22,14 +23,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from moray.targets.huge_pages import move_to_huge_pages
 from moray.targets.parallel.linear import RowParallelLinear
 
 _MIN_BYTES = 16 << 20
 """Total size of all weights below which nothing is packed."""
-_TRIED_BYTES = 48 << 20
-"""Maximum bytes of weights that are measured: more than a cache holds, as in a real pass."""
-_ROWS = (1, 4, 17)
-"""Row counts that are measured: a plain step, a short chain, a tree."""
+_TRIED_BYTES = 128 << 20
+"""Maximum bytes of weights that are measured: more than a core's own cache holds, as in a real pass."""
+_ROWS = (1, 2, 4, 17)
+"""Row counts that are measured: a plain step, the shortest draft, a short chain, a tree."""
 _HINT = 64
 """Row count for which oneDNN picks the layout; layouts for 4 to 64 rows are equally fast at any row count."""
 _REPEATS = 9
@@ -37,8 +39,8 @@ _REPEATS = 9
 _MAX_SECONDS = 2.0
 """On a busy machine, timing for one row count stops after this time, once both have run twice."""
 _GAIN = 1.05
-"""Packed weights are used if they are this many times as fast as torch's for some row count above one, and torch's are
-not this many times as fast for any. Smaller differences are noise."""
+"""Packed weights are used from the first row count at which they are this many times as fast as torch's, unless torch's
+are this many times as fast at a higher one. Smaller differences are noise."""
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far packed weights' results may be from torch's, as a share of their norm, by dtype. Another order of summing
 makes a tenth of this; products in a smaller format, which oneDNN may be told to use, make more."""
@@ -73,29 +75,34 @@ def is_stock() -> bool:
 class Kernels:
     """Which kernels are faster for some weights."""
 
-    are_packed: bool
-    pack_one_row: bool
-    """Use packed weights for a single row too, for which torch's own kernel only reads the weight."""
+    packed_from: int | None
+    """Smallest number of rows for which packed weights are used; None for never."""
     reason: str
     """One line for the log; empty for small models, for which nothing is measured."""
     dtype: torch.dtype | None = None
     """Dtype that packed weights are rounded to; None for no rounding."""
 
+    @property
+    def are_packed(self) -> bool:
+        """Whether packed weights are used at all."""
+        return self.packed_from is not None
+
 
 class PackedWeight:
-    """A weight and its packed copy."""
+    """A weight and, if the kernels need one, its packed copy."""
 
     def __init__(self, weight: Float[Tensor, "outputs inputs"], kernels: Kernels) -> None:
         self.weight, self._dtype = weight, kernels.dtype or weight.dtype
-        self._packed = _pack(weight.to(self._dtype))
-        self._packs_one_row = kernels.pack_one_row
+        self._packed_from = kernels.packed_from
+        self._packed = None if kernels.packed_from is None else _pack(weight.to(self._dtype))
 
     def linear(
         self, x: Float[Tensor, "*batch inputs"], bias: Float[Tensor, " outputs"] | None = None
     ) -> Float[Tensor, "*batch outputs"]:
         """x weight^T + bias."""
-        is_packed = self._packs_one_row or x.numel() > x.shape[-1]
-        if not is_packed or _SWITCH.is_stock or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._packed_from is None or self._packed is None or x.numel() < self._packed_from * x.shape[-1]:
+            return F.linear(x, self.weight, bias)
+        if _SWITCH.is_stock or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(x, self.weight, bias)
         rounded = None if bias is None else bias.to(self._dtype)
         return _packed_linear(x.to(self._dtype), self._packed, rounded).to(x.dtype)
@@ -127,17 +134,16 @@ def linear_weights(model: nn.Module) -> list[Tensor]:
 def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_processes: int = 1) -> Kernels:
     """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
 
-    Packed weights are used if they are faster for some row count above one and slower for none (see `_GAIN`).
+    Packed weights are used from the row count on at which they are faster (see `_GAIN`).
     With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. Each of
     `num_processes` processes on this machine packs this many weights.
     """
-    num_bytes = sum(weight.nbytes for weight in weights)
-    if num_bytes < _MIN_BYTES:
-        return Kernels(False, False, "")
+    if stay_in_cache(weights):
+        return Kernels(None, "")
     if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
     free = _free_bytes()
-    taken = num_bytes * num_processes
+    taken = _num_bytes(weights) * num_processes
     if 2 * taken > free:
         return _stock(f"packed copies take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free")
     gains, difference = _measure(weights)
@@ -147,14 +153,31 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
         rounded, _ = _measure(weights, torch.bfloat16)
         if all(gain >= _GAIN * max(gains[rows], 1.0) for rows, gain in rounded.items()):
             reason = f"packed weights in bfloat16, {_said(rounded)} as torch's in float32"
-            return Kernels(True, True, f"linear layers: {reason}", torch.bfloat16)
-    said = _said(gains)
-    above_one_row = [gain for rows, gain in gains.items() if rows > 1]
-    if max(above_one_row) < _GAIN or min(above_one_row) < 1 / _GAIN:
+            return Kernels(1, f"linear layers: {reason}", torch.bfloat16)
+    said, packed_from = _said(gains), _first_gain(gains)
+    if packed_from is None:
         return _stock(f"packed ones would be {said}")
-    packs_one_row = gains[1] >= _GAIN
-    which = "packed weights" if packs_one_row else "packed weights for two rows and more, torch's own kernels for one"
-    return Kernels(True, packs_one_row, f"linear layers: {which}; packed ones are {said}")
+    which = "packed weights"
+    if packed_from > 1:
+        which += f" for {packed_from} rows and more, torch's own kernels for fewer"
+    return Kernels(packed_from, f"linear layers: {which}; packed ones are {said}")
+
+
+def stay_in_cache(weights: Sequence[Tensor]) -> bool:
+    """Whether weights are so small that a CPU keeps them in its cache; nothing is measured for them."""
+    return _num_bytes(weights) < _MIN_BYTES
+
+
+def _num_bytes(weights: Sequence[Tensor]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def _first_gain(gains: Mapping[int, float]) -> int | None:
+    """The first row count at which packed weights are faster, and slower at none above it."""
+    for rows, gain in gains.items():
+        if gain >= _GAIN and min(after for more, after in gains.items() if more >= rows) >= 1 / _GAIN:
+            return rows
+    return None
 
 
 def pack_linears(model: nn.Module, kernels: Kernels) -> None:
@@ -166,7 +189,7 @@ def pack_linears(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _said(gains: Mapping[int, float]) -> str:
-    """For example "0.91, 1.16 and 0.84 times as fast with 1, 4 and 17 rows"."""
+    """For example "0.86, 0.79, 1.49 and 1.36 times as fast with 1, 2, 4 and 17 rows"."""
 
     def listed(items: list[str]) -> str:
         return f"{', '.join(items[:-1])} and {items[-1]}"
@@ -175,7 +198,7 @@ def _said(gains: Mapping[int, float]) -> str:
 
 
 def _stock(reason: str) -> Kernels:
-    return Kernels(False, False, f"linear layers: torch's own kernels, because {reason}")
+    return Kernels(None, f"linear layers: torch's own kernels, because {reason}")
 
 
 def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[dict[int, float], float]:
@@ -190,7 +213,8 @@ def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> tup
         if tried and sum(one.nbytes for one in tried) + weight.nbytes > _TRIED_BYTES:
             break
         tried.append(weight)
-    packed = [PackedWeight(weight, Kernels(True, True, "", dtype)) for weight in tried]
+    packed = [PackedWeight(weight, Kernels(1, "", dtype)) for weight in tried]
+    move_to_huge_pages()
     gains: dict[int, float] = {}
     difference = 0.0
     for rows in _ROWS:

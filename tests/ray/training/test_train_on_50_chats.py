@@ -1,12 +1,11 @@
 """The page that trains a drafter on 50 chats in Python: its cells run, one after the other, with a tiny target."""
 
 import re
-from pathlib import Path
 
 import pytest
+from documented_code import ROOT, python_blocks, run_block
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "guide" / "train-on-50-chats.md"
+PAGE = "docs/guide/train-on-50-chats.md"
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -19,15 +18,14 @@ EPOCHS = '"train.epochs=4"'
 
 
 def test_its_cells_run(tiny_target, tmp_path, monkeypatch, capsys):
-    cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    code = "\n".join(cells)
+    code = "\n".join(python_blocks(PAGE))
     for line in (FETCH, START_RAY, EPOCHS):
         assert line in code
     monkeypatch.chdir(tmp_path)
     code = code.replace('Path("configs").absolute()', f"Path({str(ROOT / 'configs')!r})")
     code = code.replace(FETCH, f"model = Path({str(tiny_target)!r})").replace(START_RAY, "")
     code = code.replace(EPOCHS, f"{EPOCHS}, 'drafter.draft_vocab_size=null'")
-    exec(compile(code, str(PAGE), "exec"), {})
+    run_block(code, PAGE)
     said = capsys.readouterr().out
     assert re.search(r"[\d,]+ tokens in \d+ shard", said)
     losses = [float(loss) for loss in re.findall(r"^update \d+: .* loss ([\d.]+)$", said, re.M)]

@@ -18,7 +18,7 @@ from moray.targets.packed_linear import Kernels, PackedLinear, stock_kernels
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import DynamicShape
 
-PACKED = Kernels(True, True, "for a test")
+PACKED = Kernels(1, "for a test")
 MORE = {
     "windows": {"family": "mistral", "sliding_window": 8},
     "biases": {"family": "llama", "attention_bias": True},
@@ -33,6 +33,7 @@ def tiny(request, tmp_path_factory):
     options = dict(CASES[request.param])
     folder = save_target(tmp_path_factory.mktemp("fused"), options.pop("family"), **options)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "stay_in_cache", lambda weights: False)
         patch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
         return TinyTarget(request.param, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
 
@@ -85,7 +86,7 @@ def test_parameters_are_those_of_the_file_and_nothing_is_held_twice(tiny):
     assert fused_state.keys() == state.keys()
     assert all(torch.equal(fused_state[name], state[name]) for name in state)
     layer = tiny.target.model.model.layers[0]
-    joined = layer.forward._qkv._weight.weight
+    joined = layer.forward._qkv.weight
     assert layer.self_attn.k_proj.weight.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
     assert TargetHead.of(tiny.target, 1).tensors().keys() == TargetHead.of(plain, 1).tensors().keys()
 
@@ -136,7 +137,27 @@ def test_large_anonymous_memory_alone_is_moved_to_huge_pages():
     ]
 
 
+def test_layers_are_fused_where_torch_s_own_kernels_are_faster(tiny, monkeypatch):
+    monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
+    monkeypatch.setattr(model_module, "choose_kernels", lambda weights: Kernels(None, "for a test"))
+    target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
+    assert all(isinstance(layer.forward, FusedLayer) for layer in target.model.model.layers)
+    assert not isinstance(target.model.lm_head, PackedLinear)
+    fused = passes(target)
+    with stock_kernels():
+        stock = passes(target)
+    for own, theirs in zip(fused, stock, strict=True):
+        torch.testing.assert_close(own, theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_a_small_target_is_left_as_it_is(tiny):
+    target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
+    assert target.kernels is None
+    assert not any(isinstance(layer.forward, FusedLayer) for layer in target.model.model.layers)
+
+
 def test_a_target_for_long_passes_is_not_packed(tiny, monkeypatch):
+    monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
     monkeypatch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
     config = TargetConfig(model=str(tiny.folder), device="cpu")
     assert Target.load(config).kernels == PACKED

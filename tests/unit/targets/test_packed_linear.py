@@ -17,13 +17,14 @@ from moray.targets import packed_linear
 from moray.targets.packed_linear import (
     Kernels,
     PackedLinear,
+    PackedWeight,
     choose_kernels,
     linear_weights,
     pack_linears,
     stock_kernels,
 )
 
-PACKED = Kernels(True, True, "for a test")
+PACKED = Kernels(1, "for a test")
 OUTPUTS, INPUTS = 48, 32
 NEEDS_BF16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no instructions that oneDNN wants for bf16"
@@ -60,7 +61,7 @@ def test_results_are_those_of_plain_weights(shape, dtype):
 @pytest.mark.parametrize("rows", [1, 5])
 @torch.inference_mode()
 def test_rounded_weights_give_nearly_the_same_in_the_inputs_number_format(rows):
-    model = packed_model(kernels=Kernels(True, True, "", torch.bfloat16))
+    model = packed_model(kernels=Kernels(1, "", torch.bfloat16))
     x = torch.randn(rows, INPUTS)
     found, wanted = model(x), plainly(model, x)
     assert found.dtype == torch.float32
@@ -84,11 +85,15 @@ def test_parameters_keep_their_names_and_plain_weights_are_used_where_asked(monk
         model[1](x)
         assert used
         used.clear()
-        several = packed_model(kernels=Kernels(True, False, ""))
+        several = packed_model(kernels=Kernels(2, ""))
         several[1](x[:1])
         assert not used
         several[1](x)
         assert used
+        used.clear()
+        never = PackedWeight(several[1].weight, Kernels(None, ""))
+        assert torch.equal(never.linear(x), F.linear(x, several[1].weight))
+        assert not used
 
 
 @torch.inference_mode()
@@ -114,32 +119,36 @@ def taking(seconds: list[float]) -> Callable[..., list[float]]:
 
 def test_the_choice_is_measured_and_told(monkeypatch):
     large = [torch.randn(2048, 1024) for _ in range(3)]
-    assert choose_kernels(linear_weights(packed_model())) == Kernels(False, False, "")
+    assert choose_kernels(linear_weights(packed_model())) == Kernels(None, "")
     assert "number format" in choose_kernels([one.half() for one in 2 * large]).reason
     monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 20)
     assert "packed copies take 24 MiB, more than half of the 1 MiB" in choose_kernels(large).reason
     monkeypatch.undo()
-    for seconds, expected in (
-        ([2.0, 1.0] * 3, (True, True)),
-        ([1.0, 1.0, 2.0, 1.0, 2.0, 1.0], (True, False)),
-        ([2.0, 1.0, 2.0, 1.0, 0.96, 1.0], (True, True)),
-        ([2.0, 1.0, 2.0, 1.0, 0.95, 1.0], (False, False)),
-        ([2.0, 1.0, 1.04, 1.0, 1.04, 1.0], (False, False)),
+    for gains, expected in (
+        ((2.0, 2.0, 2.0, 2.0), 1),
+        ((1.0, 2.0, 2.0, 2.0), 2),
+        ((0.7, 0.7, 1.1, 1.1), 4),
+        ((0.7, 0.7, 1.04, 1.1), 17),
+        ((2.0, 2.0, 1.0, 0.96), 1),
+        ((2.0, 2.0, 2.0, 0.95), None),
+        ((1.04, 1.04, 1.04, 1.04), None),
     ):
-        monkeypatch.setattr(packed_linear, "_seconds", taking(seconds))
+        monkeypatch.setattr(packed_linear, "_seconds", taking([figure for gain in gains for figure in (gain, 1.0)]))
         found = choose_kernels(large)
-        assert (found.are_packed, found.pack_one_row, found.dtype) == (*expected, None)
-        assert re.search(r"(be|are) \d\.\d\d, \d\.\d\d and \d\.\d\d times as fast with 1, 4 and 17 rows", found.reason)
+        assert (found.packed_from, found.dtype) == (expected, None)
+        figures = ", ".join([r"\d\.\d\d"] * 3)
+        assert re.search(rf"(be|are) {figures} and \d\.\d\d times as fast with 1, 2, 4 and 17 rows", found.reason)
+        assert ("torch's own kernels" in found.reason) == (expected != 1)
 
 
 @NEEDS_BF16
 @pytest.mark.parametrize(
     ("plain", "packed", "rounded", "expected"),
     [
-        ((2.0,) * 3, (1.0,) * 3, (0.5,) * 3, torch.bfloat16),
-        ((2.0,) * 3, (1.0,) * 3, (0.5, 0.5, 1.0), None),
-        ((1.0,) * 3, (2.0,) * 3, (0.9,) * 3, torch.bfloat16),
-        ((1.0,) * 3, (2.0,) * 3, (1.0,) * 3, None),
+        ((2.0,) * 4, (1.0,) * 4, (0.5,) * 4, torch.bfloat16),
+        ((2.0,) * 4, (1.0,) * 4, (0.5, 0.5, 0.5, 1.0), None),
+        ((1.0,) * 4, (2.0,) * 4, (0.9,) * 4, torch.bfloat16),
+        ((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, None),
     ],
     ids=["faster", "not for every number of rows", "where packed ones are slower", "no faster than torch's"],
 )
@@ -153,7 +162,8 @@ def test_weights_that_may_be_rounded_are_where_that_is_faster(monkeypatch, plain
 
 
 def test_a_command_prints_which_kernels_its_target_got(monkeypatch, tmp_path, capsys):
-    chosen = Kernels(False, False, "linear layers: torch's own kernels, because of this test")
+    chosen = Kernels(None, "linear layers: torch's own kernels, because of this test")
+    monkeypatch.setattr(target_model, "stay_in_cache", lambda _: False)
     monkeypatch.setattr(target_model, "choose_kernels", lambda *_, **__: chosen)
     run_command(lambda: load_target(tmp_path, num_hidden_layers=1))
     assert capsys.readouterr().err.splitlines()[-1] == f"target {tmp_path}: {chosen.reason}"

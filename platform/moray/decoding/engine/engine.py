@@ -126,13 +126,13 @@ class Engine:
     def measure_costs(self, drafters: Mapping[str, Drafter]) -> None:
         """Measure what passes and drafts cost here, for each drafter whose plans depend on it.
 
-        Args:
-            drafters: by the names of the draft sources; they may draft in another process.
+        `drafters`, by the names of the draft sources, may draft in another process. Passes are measured once for all.
         """
         for name, scheduler in self.draft_schedulers.items():
             shape, controller = scheduler.shape, scheduler.controller
             if isinstance(shape, AdaptiveShape) and controller.needs_costs:
-                controller.set_costs(measure_costs(self.target, drafters[name], shape, self.config.max_num_seqs))
+                max_rows, passes = self.config.max_num_seqs, self._rows.pass_seconds
+                controller.set_costs(measure_costs(self.target, drafters[name], shape, max_rows, passes))
 
     def submit(self, request: Request, stop_checker: StopChecker | None = None) -> int:
         """Queue a request and return its number. `stop_checker` replaces the one that the request asks for.

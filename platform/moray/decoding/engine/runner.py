@@ -37,6 +37,9 @@ class TargetRunner:
         if target.spec.routing is not None:
             kind = SparseSingleKVCache if max_rows == 1 else SparseBatchedKVCache
         self.cache: BatchedKVCache = target.make_cache(kind, -(-num_slots // GRAIN) * GRAIN)
+        self.pass_seconds: dict[tuple[int, int], float] = {}
+        """Measured seconds of this target's passes (see `decoding.planning.measuring`): decoders that share a runner
+        measure them once."""
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
         """Dtype of masks: attention kernels take additive masks as they are, but would convert booleans in every

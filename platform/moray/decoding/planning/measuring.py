@@ -1,10 +1,10 @@
 """Measures, once before use, what an engine's passes and drafts cost on this machine, by rows and tokens."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -20,6 +20,8 @@ from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape, GrowableShape
 from moray.trees.tree import TokenTree, chain_of
 
+_LOGGER = logging.getLogger(__name__)
+
 _LENGTH = 128
 """Assumed length of every row, in tokens."""
 _REPEATS = 5
@@ -28,40 +30,64 @@ _MAX_SECONDS = 60.0
 does not keep a server from starting for many minutes."""
 
 
-def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
+PassSeconds = dict[tuple[int, int], float]
+"""Seconds of a pass, by rows and by nodes of each row's tree."""
+
+
+def measure_costs(
+    target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int, passes: PassSeconds
+) -> CostTable:
     """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
     Drafts are timed in this process, wherever they are made later. Each size is run a few times, sizes in turn, and the
     fastest run counts, because other work on the machine only ever adds time. On a busy machine, where that would
     take longer than a minute, sizes are run fewer times, but each at least once after a warm-up.
+
+    Args:
+        target: whose passes are timed.
+        drafter: whose drafts are timed.
+        shape: its largest tree decides which sizes are timed.
+        max_rows: maximum number of sequences in a pass.
+        passes: passes of this target that were timed for other drafters; they are not timed again, and those that are
+            missing are added.
     """
     rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
-    runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1), max(rows))
-    runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
-    runner.read(0, [[0] * length], [0])  # a sparse target attends only to tokens that were read
-    trees = {size: _tree(size, shape.depth, target.device) for size in sizes}
+    missing = [(count, size) for count in rows for size in sizes if (count, size) not in passes]
+    drafts = [(count, n, depth) for count in rows for n in layer_counts for depth in levels]
+    _LOGGER.info("measures what %d sizes of passes and %d of drafts cost here", len(missing), len(drafts))
+    runs = _passes(target, shape, length, missing)
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
     sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)
     _tell(local, drafter, max(rows), length)
-    runs: list[Callable[[], None]] = [
-        partial(_verify, target, runner, [length] * count, [trees[size]] * count) for count in rows for size in sizes
-    ]
-    runs += [
-        partial(_draft, local, sampler, shape.at(depth), num_target_layers, count, length)
-        for count in rows
-        for num_target_layers in layer_counts
-        for depth in levels
-    ]
-    seconds = iter(_fastest(runs, target.device))
-    verify = [ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
-    draft = [
-        {num_target_layers: ascending(levels, list(islice(seconds, len(levels)))) for num_target_layers in layer_counts}
-        for _ in rows
-    ]
-    own = zip(rows, verify, draft, strict=True)
-    return CostTable({count: Costs(passes, drafts) for count, passes, drafts in own})
+    runs += [partial(_draft, local, sampler, shape.at(depth), n, count, length) for count, n, depth in drafts]
+    seconds = _fastest(runs, target.device)
+    passes.update(zip(missing, seconds, strict=False))
+    draft = dict(zip(drafts, seconds[len(missing) :], strict=True))
+    return CostTable(
+        {
+            count: Costs(
+                ascending(sizes, [passes[count, size] for size in sizes]),
+                {n: ascending(levels, [draft[count, n, depth] for depth in levels]) for n in layer_counts},
+            )
+            for count in rows
+        }
+    )
+
+
+def _passes(
+    target: Target, shape: AdaptiveShape, length: int, wanted: list[tuple[int, int]]
+) -> list[Callable[[], None]]:
+    """Passes over so many rows with trees of so many nodes each, after `length` tokens."""
+    if not wanted:
+        return []
+    max_rows = max(count for count, _ in wanted)
+    runner = TargetRunner(target, max_rows * (length + shape.num_nodes + 1), max_rows)
+    runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
+    runner.read(0, [[0] * length], [0])  # a sparse target attends only to tokens that were read
+    trees = {size: _tree(size, shape.depth, target.device) for _, size in wanted}
+    return [partial(_verify, target, runner, [length] * count, [trees[size]] * count) for count, size in wanted]
 
 
 def _tree(num_tokens: int, max_depth: int, device: torch.device) -> TokenTree:

@@ -84,7 +84,7 @@ class Follower:
             case "logits":
                 gather_logits(self.target, self.group, self.plans, self._shared(command["shape"], self.target.dtype))
             case "kernels":
-                self.target.pack_part(Kernels(command["packed"], command["one_row"], ""))
+                self.target.pack_part(Kernels(command["packed_from"], ""))
             case other:
                 raise ValueError(f"unknown command {other!r}")
 

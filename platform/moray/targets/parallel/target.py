@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moray.errors import RankError
 from moray.targets.model import Target, TargetOutput, read_eos_ids
-from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights
+from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights, stay_in_cache
 from moray.targets.parallel.caches import join_heads, leaders_class
 from moray.targets.parallel.group import Command, RankGroup
 from moray.targets.parallel.plan import RankPlan
@@ -37,8 +37,8 @@ class RankTarget(Target):
 
     def pack_part(self, kernels: Kernels) -> None:
         """Compute with these kernels on a CPU; all ranks use the same."""
-        self.kernels = kernels
-        self.pack()
+        self.fuse()
+        self.pack(kernels)
 
 
 class ParallelTarget(RankTarget):
@@ -72,8 +72,8 @@ class ParallelTarget(RankTarget):
         self._num_caches = 0
         self._is_broken = False
         """Whether a command was left unfinished, so that the ranks may be at different places."""
-        if packs and self.device.type == "cpu":
-            self.pack_all_ranks(choose_kernels(linear_weights(model), num_processes=len(plans)))
+        if packs and self.device.type == "cpu" and not stay_in_cache(linear_weights(model)):
+            self.pack_all_ranks(choose_kernels(self.fuse(), num_processes=len(plans)))
             self.log_kernels()
 
     @property
@@ -83,7 +83,7 @@ class ParallelTarget(RankTarget):
 
     def pack_all_ranks(self, kernels: Kernels) -> None:
         """Let all ranks compute with these kernels on a CPU."""
-        with self._all_ranks({"do": "kernels", "packed": kernels.are_packed, "one_row": kernels.pack_one_row}):
+        with self._all_ranks({"do": "kernels", "packed_from": kernels.packed_from}):
             self.pack_part(kernels)
 
     def check_ranks(self) -> None:

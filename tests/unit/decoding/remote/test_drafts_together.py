@@ -139,7 +139,7 @@ def test_a_host_refuses_to_go_on_with_a_sequence_that_waits_for_its_draft(tiny, 
 
 
 def test_calibration_drafts_for_every_number_of_rows(tiny, eagle, sizes):
-    costs = measure_costs(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6).by_rows
+    costs = measure_costs(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6, {}).by_rows
     assert sorted(costs) == [1, 2, 4, 6] == sorted(set(sizes))
     for own in costs.values():
         assert [levels for levels, _ in own.draft[0]] == [1, 2]

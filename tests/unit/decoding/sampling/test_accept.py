@@ -209,7 +209,8 @@ def test_typical_is_the_only_lossy_rule():
     assert not typical().is_lossless
     assert SamplingParams().is_lossless
     assert all(
-        SamplingParams(temperature=1.0, acceptance_method=method).is_lossless for method in ("gumbel_coupled", "rejection")
+        SamplingParams(temperature=1.0, acceptance_method=method).is_lossless
+        for method in ("gumbel_coupled", "rejection")
     )
 
 
