@@ -26,11 +26,9 @@ _PLAIN = Kernels(None, "")
 
 
 def fuse_layers(model: Any) -> list[Tensor]:
-    """Make every decoder layer of a frozen model compute in joined operations, unless they do so already; returns the
-    weights that these read."""
+    """Make every decoder layer of a frozen model compute in joined operations; returns the weights that these read."""
     for layer in model.model.layers:
-        if not isinstance(layer.forward, FusedLayer):
-            layer.forward = FusedLayer(layer)
+        layer.forward = FusedLayer(layer)
     return [joined.weight for layer in model.model.layers for joined in layer.forward.products]
 
 

@@ -69,6 +69,8 @@ class Target:
         self._masks = LayerMasks(spec)
         self.kernels: Kernels | None = None
         """Which kernels compute its linear layers; None if that was not chosen."""
+        self._read_in_full: list[Tensor] = []
+        """The weights of fused layers and of lm_head; empty until they are fused."""
 
     @classmethod
     def load(cls, config: TargetConfig, field: str = "target.model", *, packs: bool = True) -> "Target":
@@ -105,11 +107,13 @@ class Target:
         return target
 
     def fuse(self) -> list[Tensor]:
-        """Fuse the layers and move their weights to huge pages; returns the weights that a pass reads in full."""
-        weights, head = fuse_layers(self.model), self.model.lm_head
-        head.weight.data = head.weight.data.clone()  # not pages of the model's file
-        move_to_huge_pages()
-        return [*weights, head.weight.data]
+        """Fuse the layers and move their weights to huge pages, once; returns the weights that a pass reads in full."""
+        if not self._read_in_full:
+            head = self.model.lm_head.weight
+            head.data = head.data.clone()  # not pages of the model's file
+            self._read_in_full = [*fuse_layers(self.model), head.data]
+            move_to_huge_pages()
+        return self._read_in_full
 
     def pack(self, kernels: Kernels) -> None:
         """Compute with these kernels in fused layers (see `fuse`)."""
