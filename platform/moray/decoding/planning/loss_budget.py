@@ -9,8 +9,9 @@ does not pay always do. The budget counts the tokens that drafts really saved ag
 
 in units of a plain pass. Past cycles weigh less and less, so a loss is forgiven by 0.1 % a cycle. A balance below the
 limit ends drafting until half of that loss is forgiven. Gains count only up to `_MOST_SAVED`: a long good time does not
-pay for a long bad one, but a hard paragraph does not end drafting that pays. Two things are not limited: reading long prompts into the drafter's memory, which pays off
-over a whole answer (see `_MOST_AT_ONCE`), and costs that were measured wrongly at start-up.
+pay for a long bad one, but a hard passage does not end drafting that pays. Two things are not limited: reading long
+prompts into the drafter's memory, which pays off over a whole answer (see `_MOST_AT_ONCE`), and costs that were
+measured wrongly at start-up.
 """
 
 _DECAY = 0.999
