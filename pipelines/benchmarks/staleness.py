@@ -6,8 +6,8 @@ the drafter has only the token ids and not their memory.
     text          t0 .. t4   t5   t6   t7        t0..t4 and their memory given to `extend`, t7 the root, lag 2
     step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     the draft is d1 d2 d3
 
-The answers are the same at every lag, because decoding is greedy and lossless. Running ahead drafts with memory like
-this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
+In float32 the answers are the same at every lag, because decoding is greedy and lossless. Running ahead drafts with
+memory like this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -58,15 +58,13 @@ class StaleDrafts(LocalDrafts):
         Raises:
             ConfigError: the drafter cannot draft that deep.
         """
-        if drafter.max_depth is not None and drafter.max_depth < depth + lag:
-            raise ConfigError(
-                f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
-                f"{depth} and a lag of {lag} need {depth + lag}: leave it out, or give less of either"
-            )
+        check_depth(drafter, depth, lag)
         super().__init__(drafter, max_model_len, depth + lag)
         self._lag = lag
         self._held: dict[int, tuple[Tensor, Memory]] = {}
         """Tokens of a sequence that the drafter's state does not have yet, and their memory."""
+        self._num_kept: dict[int, int] = {}
+        """How many nodes of a sequence's last draft were accepted since, root included."""
         self._num_expanded: dict[int, int] = {}
         """Levels of a sequence's last draft that its state holds, counted from the first held token."""
 
@@ -79,6 +77,7 @@ class StaleDrafts(LocalDrafts):
             tokens = torch.cat((held_tokens, tokens))
             memory = {name: torch.cat((rows, memory[name]), dim=1) for name, rows in held_memory.items()}
         self._held[number] = tokens, memory
+        self._num_kept[number] = self._num_kept.get(number, 0) + num_kept
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
         jobs = [self._jobs.pop(number) for number in numbers if number in self._jobs]
@@ -87,6 +86,7 @@ class StaleDrafts(LocalDrafts):
     def close(self, number: int) -> None:
         super().close(number)
         self._held.pop(number, None)
+        self._num_kept.pop(number, None)
         self._num_expanded.pop(number, None)
 
     def _chain(self, job: DraftJob) -> TokenTree:
@@ -109,7 +109,8 @@ class StaleDrafts(LocalDrafts):
         """Give a sequence's state all tokens but the last `lag`, which are returned."""
         tokens, memory = self._held.pop(number)
         count = tokens.shape[0] - self._lag
-        kept = min(count, self._num_expanded.pop(number, 0))  # the last draft began with just these tokens
+        true = self._lag + self._num_kept.pop(number, 0)  # of the last draft, which began with just these tokens
+        kept = min(count, true, self._num_expanded.pop(number, 0))
         super().extend(number, tokens[:count], {name: rows[:, :count] for name, rows in memory.items()}, kept)
         self._held[number] = tokens[count:], {name: rows[:, count:] for name, rows in memory.items()}
         return tokens[count:]
@@ -126,16 +127,15 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     drafters = load_drafters(config.drafters, target, tokenizer)
     max_model_len = min(target.spec.max_positions, config.max_model_len)
     runner = runner_for(target, max_model_len, config.depth)
-    decoders = {
-        name: {lag: stale_decoder(target, drafter, config.depth, lag, max_model_len, runner) for lag in config.lags}
-        for name, drafter in drafters.items()
-    }
+    for drafter in drafters.values():
+        check_depth(drafter, config.depth, max(config.lags))
     prompts = _prompts(config, max_model_len, questions, tokenizer)
     if not prompts:
         raise nothing_fits(config.questions, max_model_len - config.max_new_tokens)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     rows, num_tokens = [], 0
-    for name, by_lag in decoders.items():
+    for name, drafter in drafters.items():
+        by_lag = {lag: stale_decoder(target, drafter, config.depth, lag, max_model_len, runner) for lag in config.lags}
         answers: dict[int, list[Generation]] = {lag: [] for lag in config.lags}
         for prompt in track(prompts, name, len(prompts), unit="answers", console=console):
             for lag, decoder in by_lag.items():
@@ -145,6 +145,19 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
         rows += _rows(name, answers)
         num_tokens = sum(len(answer.tokens) for answer in answers[0])
     return {"rows": rows, "num_answers": len(prompts), "num_tokens": num_tokens} | record(config)
+
+
+def check_depth(drafter: Drafter, depth: int, lag: int) -> None:
+    """Refuse a drafter that cannot draft `depth` tokens below a root, `lag` tokens after its memory ends.
+
+    Raises:
+        ConfigError: says how deep it drafts.
+    """
+    if drafter.max_depth is not None and drafter.max_depth < depth + lag:
+        raise ConfigError(
+            f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
+            f"{depth} and a lag of {lag} need {depth + lag}: leave it out, or give less of either"
+        )
 
 
 def stale_decoder(

@@ -129,8 +129,9 @@ def test_packed_weights_give_the_same_numbers(both):
         return one.logits(one.forward(tokens, torch.arange(20)[None], None, one.new_cache(20)).last)
 
     wanted = logits(whole.target)
-    target.pack_all_ranks(Kernels(packed_from=1, reason=""))
-    torch.testing.assert_close(logits(target), wanted, atol=CLOSE, rtol=0)
+    for packed_from in (None, 50, 1):
+        target.pack_all_ranks(Kernels(packed_from, reason=""))
+        torch.testing.assert_close(logits(target), wanted, atol=CLOSE, rtol=0)
 
 
 def test_no_rank_holds_more_than_its_share(both):

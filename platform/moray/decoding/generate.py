@@ -67,12 +67,13 @@ class SpeculativeDecoder:
             max_model_len: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
             accept: acceptance method that overrides the one in the sampling parameters.
-            drafts: where the drafter's drafts come from; None for the drafter in this process.
+            drafts: where the drafter's drafts come from; None for drafts in this process.
             selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
         Raises:
-            ConfigError: the shape does not fit the vocabulary, the drafter or the shared runner.
+            ConfigError: the shape does not fit the vocabulary, the drafter or the shared runner, or drafts come
+                without a drafter.
             DataError: `max_model_len` exceeds the target's context.
         """
         context = target.spec.max_positions
@@ -85,6 +86,8 @@ class SpeculativeDecoder:
                 f"the shared runner holds {runner.cache.num_slots} tokens; this decoder needs {self.max_model_len} for "
                 f"prompt and answer and, with its root, {nodes + 1} for a tree ('{shape.name}')"
             )
+        if drafts is not None and drafter is None:
+            raise ConfigError("drafts were given without the drafter that makes them; give both or neither")
         self.target = target
         self.drafter = drafter
         self._name = "" if drafter is None else type(drafter).__name__.lower()

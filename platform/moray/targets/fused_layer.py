@@ -18,11 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from moray.targets.attention import grouped_attention
-from moray.targets.packed_linear import Kernels, PackedWeight, is_stock
+from moray.targets.packed_linear import PLAIN, Kernels, PackedWeight, is_stock
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
-
-_PLAIN = Kernels(None, "")
 
 
 def fuse_layers(model: Any) -> list[Tensor]:
@@ -107,7 +105,7 @@ class _Joined:
         self.weight = torch.cat([linear.weight.data for linear in linears])
         for linear, own in zip(linears, self.weight.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = own
-        self.pack(_PLAIN)
+        self.pack(PLAIN)
         self._sum = linears[0].sum_ranks if isinstance(linears[0], RowParallelLinear) else None
         biases = [self.weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
         self._bias = None if all(one.bias is None for one in linears) else torch.cat(biases)

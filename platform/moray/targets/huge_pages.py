@@ -15,11 +15,12 @@ _HUGE, _PIECE = 2 << 20, 64 << 20
 """Bytes of a huge page, and bytes that are copied between two looks at the clock."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MAX_SECONDS = 10.0
-"""Copying stops after this time; the rest of a large model stays in small pages."""
+"""After this time copying stops; the rest of a large model stays in small pages."""
 
 
-def move_to_huge_pages() -> None:
-    """Ask for huge pages for this process's large anonymous memory, if the system's settings allow it.
+def move_to_huge_pages(max_seconds: float = _MAX_SECONDS) -> None:
+    """Ask for huge pages for this process's large anonymous memory, if the system's settings allow it; stop after so
+    many seconds.
 
     Nothing happens on other systems than Linux, or if huge pages are switched off.
     """
@@ -27,7 +28,7 @@ def move_to_huge_pages() -> None:
         return
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    end = time.monotonic() + _MAX_SECONDS
+    end = time.monotonic() + max_seconds
     for begin, size in _pieces(Path("/proc/self/maps").read_text(encoding="utf-8")):
         if time.monotonic() > end:
             return

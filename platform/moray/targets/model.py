@@ -22,7 +22,15 @@ from moray.targets.fused_layer import fuse_layers, pack_layers
 from moray.targets.huge_pages import move_to_huge_pages
 from moray.targets.kv_cache import KVCache
 from moray.targets.loading import load_causal_lm
-from moray.targets.packed_linear import Kernels, PackedLinear, choose_kernels, linear_weights, stay_in_cache
+from moray.targets.packed_linear import (
+    PLAIN,
+    Kernels,
+    PackedLinear,
+    choose_kernels,
+    linear_weights,
+    memory_shortage,
+    stay_in_cache,
+)
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -101,27 +109,44 @@ class Target:
 
             folder = resolve_folder(config.model)
             target = SparseTarget(model, spec, eos_ids, load_routers(folder, spec, field), folder)
-        if packs and device.type == "cpu" and not stay_in_cache(linear_weights(model)):
-            target.pack(choose_kernels(target.fuse()))
+        if packs and device.type == "cpu" and (kernels := target.fastest_kernels()) is not None:
+            target.pack(kernels)
             target.log_kernels()
         return target
+
+    def fastest_kernels(self, num_processes: int = 1) -> Kernels | None:
+        """Fuse the layers and measure which kernels are faster for them; None for a small model, which is left as it
+        is. Each of `num_processes` processes on this machine will hold as much."""
+        weights = linear_weights(self.model)
+        if stay_in_cache(weights):
+            return None
+        if shortage := memory_shortage(weights, num_processes):
+            return Kernels(None, f"linear layers: as transformers computes them, because {shortage}")
+        return choose_kernels(self.fuse(), num_processes=num_processes)
 
     def fuse(self) -> list[Tensor]:
         """Fuse the layers and move their weights to huge pages, once; returns the weights that a pass reads in full."""
         if not self._read_in_full:
-            head = self.model.lm_head.weight
-            head.data = head.data.clone()  # not pages of the model's file
-            self._read_in_full = [*fuse_layers(self.model), head.data]
+            head = self.model.lm_head
+            head.weight.data = head.weight.data.clone()  # not pages of the model's file
+            self._read_in_full = [*fuse_layers(self.model), head.weight.data]
+            self.model.lm_head = PackedLinear(head, PLAIN)
             move_to_huge_pages()
         return self._read_in_full
 
     def pack(self, kernels: Kernels) -> None:
-        """Compute with these kernels in fused layers (see `fuse`)."""
+        """Compute with these kernels, if the layers are fused (see `fuse`)."""
         self.kernels = kernels
-        if kernels.are_packed:
+        if self.is_fused:
             pack_layers(self.model, kernels)
-            self.model.lm_head = PackedLinear(self.model.lm_head, kernels)
+            self.model.lm_head.pack(kernels)
+        if kernels.are_packed:
             move_to_huge_pages()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its layers compute in joined operations."""
+        return bool(self._read_in_full)
 
     def log_kernels(self) -> None:
         """Log one line that says which kernels were chosen; nothing for a small model, for which nothing is measured.

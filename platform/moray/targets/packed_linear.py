@@ -1,8 +1,8 @@
 """Linear layers on a CPU whose weights are packed once for oneDNN's kernels.
 
 On a CPU, `F.linear` hands its weight to a BLAS that packs it again in each call, which costs more than the products for
-the few rows of a verify pass. Here the weight is packed at load. The plain weight is kept too: for few rows, of which
-BLAS only reads the weight, for gradients, for torch.compile and for baselines (`stock_kernels`).
+the few rows of a verify pass. Here the weight is packed at load. The plain weight is kept too: for few rows, for which
+BLAS reads the weight without packing it, for gradients, for torch.compile and for baselines (`stock_kernels`).
 
 What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights, as passes read
 them: joined (see `targets.fused_layer`) and in huge pages. Models whose weights stay in cache are left as they are:
@@ -39,8 +39,8 @@ _REPEATS = 9
 _MAX_SECONDS = 2.0
 """On a busy machine, timing for one row count stops after this time, once both have run twice."""
 _GAIN = 1.05
-"""Packed weights are used from the first row count at which they are this many times as fast as torch's, unless torch's
-are this many times as fast at a higher one. Smaller differences are noise."""
+"""Packed weights are used from the first row count at which they are this many times as fast as torch's, if torch's are
+this many times as fast at no higher one. Smaller differences are noise."""
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far packed weights' results may be from torch's, as a share of their norm, by dtype. Another order of summing
 makes a tenth of this; products in a smaller format, which oneDNN may be told to use, make more."""
@@ -88,6 +88,10 @@ class Kernels:
         return self.packed_from is not None
 
 
+PLAIN = Kernels(None, "")
+"""Torch's own, without a measurement."""
+
+
 class PackedWeight:
     """A weight and, if the kernels need one, its packed copy."""
 
@@ -115,7 +119,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._both = PackedWeight(linear.weight.detach(), kernels)
+        self.pack(kernels)
+
+    def pack(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._both = PackedWeight(self.weight.detach(), kernels)
 
     def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         """x weight^T + bias."""
@@ -139,13 +147,11 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
     `num_processes` processes on this machine packs this many weights.
     """
     if stay_in_cache(weights):
-        return Kernels(None, "")
+        return PLAIN
     if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
-    free = _free_bytes()
-    taken = _num_bytes(weights) * num_processes
-    if 2 * taken > free:
-        return _stock(f"packed copies take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free")
+    if shortage := memory_shortage(weights, num_processes):
+        return _stock(shortage)
     gains, difference = _measure(weights)
     if difference > _ROUNDING[weights[0].dtype]:
         return _stock(f"results of packed ones differ by {difference:.1e} of their norm, which is more than rounding")
@@ -166,6 +172,14 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
 def stay_in_cache(weights: Sequence[Tensor]) -> bool:
     """Whether weights are so small that a CPU keeps them in its cache; nothing is measured for them."""
     return _num_bytes(weights) < _MIN_BYTES
+
+
+def memory_shortage(weights: Sequence[Tensor], num_processes: int = 1) -> str:
+    """Why there is too little memory for copies of these weights in so many processes; empty if there is enough."""
+    free, taken = _free_bytes(), _num_bytes(weights) * num_processes
+    if 2 * taken <= free:
+        return ""
+    return f"copies of them take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free"
 
 
 def _num_bytes(weights: Sequence[Tensor]) -> int:
@@ -202,7 +216,7 @@ def _stock(reason: str) -> Kernels:
 
 
 def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[dict[int, float], float]:
-    """Compare some of the weights, packed and rounded to `dtype`, with torch's kernels.
+    """Compare some of the weights, packed and rounded to `dtype`, with torch's kernels, all in huge pages.
 
     Returns:
         How many times as fast they are, by row count; and the largest difference of their results, as a share of the
@@ -214,7 +228,7 @@ def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> tup
             break
         tried.append(weight)
     packed = [PackedWeight(weight, Kernels(1, "", dtype)) for weight in tried]
-    move_to_huge_pages()
+    move_to_huge_pages(max_seconds=2.0)
     gains: dict[int, float] = {}
     difference = 0.0
     for rows in _ROWS:

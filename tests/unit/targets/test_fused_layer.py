@@ -10,6 +10,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.targets import model as model_module
+from moray.targets import packed_linear
 from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
 from moray.targets.huge_pages import _pieces
@@ -34,7 +35,7 @@ def tiny(request, tmp_path_factory):
     folder = save_target(tmp_path_factory.mktemp("fused"), options.pop("family"), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "stay_in_cache", lambda weights: False)
-        patch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
+        patch.setattr(model_module, "choose_kernels", lambda weights, **_: PACKED)
         return TinyTarget(request.param, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
 
 
@@ -139,10 +140,9 @@ def test_large_anonymous_memory_alone_is_moved_to_huge_pages():
 
 def test_layers_are_fused_where_torch_s_own_kernels_are_faster(tiny, monkeypatch):
     monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
-    monkeypatch.setattr(model_module, "choose_kernels", lambda weights: Kernels(None, "for a test"))
+    monkeypatch.setattr(model_module, "choose_kernels", lambda weights, **_: Kernels(None, "for a test"))
     target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
     assert all(isinstance(layer.forward, FusedLayer) for layer in target.model.model.layers)
-    assert not isinstance(target.model.lm_head, PackedLinear)
     fused = passes(target)
     with stock_kernels():
         stock = passes(target)
@@ -150,15 +150,25 @@ def test_layers_are_fused_where_torch_s_own_kernels_are_faster(tiny, monkeypatch
         torch.testing.assert_close(own, theirs, atol=2e-5, rtol=2e-5)
 
 
+def test_without_memory_for_copies_layers_are_not_fused(tiny, monkeypatch):
+    monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
+    monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 10)
+    target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
+    assert not target.is_fused
+    assert target.kernels is not None
+    assert "more than half of the 0 MiB that are free" in target.kernels.reason
+
+
 def test_a_small_target_is_left_as_it_is(tiny):
     target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
     assert target.kernels is None
+    assert not target.is_fused
     assert not any(isinstance(layer.forward, FusedLayer) for layer in target.model.model.layers)
 
 
 def test_a_target_for_long_passes_is_not_packed(tiny, monkeypatch):
     monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
-    monkeypatch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
+    monkeypatch.setattr(model_module, "choose_kernels", lambda weights, **_: PACKED)
     config = TargetConfig(model=str(tiny.folder), device="cpu")
     assert Target.load(config).kernels == PACKED
     plain = Target.load(config, packs=False)

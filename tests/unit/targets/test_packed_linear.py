@@ -122,7 +122,7 @@ def test_the_choice_is_measured_and_told(monkeypatch):
     assert choose_kernels(linear_weights(packed_model())) == Kernels(None, "")
     assert "number format" in choose_kernels([one.half() for one in 2 * large]).reason
     monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 20)
-    assert "packed copies take 24 MiB, more than half of the 1 MiB" in choose_kernels(large).reason
+    assert "copies of them take 24 MiB, more than half of the 1 MiB" in choose_kernels(large).reason
     monkeypatch.undo()
     for gains, expected in (
         ((2.0, 2.0, 2.0, 2.0), 1),

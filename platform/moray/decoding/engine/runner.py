@@ -38,8 +38,8 @@ class TargetRunner:
             kind = SparseSingleKVCache if max_rows == 1 else SparseBatchedKVCache
         self.cache: BatchedKVCache = target.make_cache(kind, -(-num_slots // GRAIN) * GRAIN)
         self.pass_seconds: dict[tuple[int, int], float] = {}
-        """Measured seconds of this target's passes (see `decoding.planning.measuring`): decoders that share a runner
-        measure them once."""
+        """Measured seconds of this target's passes, by rows and by nodes of a row's tree, root included: decoders that
+        share a runner measure them once (see `decoding.planning.measuring`)."""
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
         """Dtype of masks: attention kernels take additive masks as they are, but would convert booleans in every

@@ -21,8 +21,8 @@ _FIRST_LIMIT = 4.0
 _LAST_LIMIT = 10.0
 """Plain passes that it may lose out of the last 1,000: one percent."""
 _MOST_SAVED = 20.0
-"""Plain passes of gains that count. Acceptance comes in bursts: 40 refused drafts of SmolLM2's GLIDE in an answer cost
-8 passes, after which drafting pays again (docs/results/decoding.md)."""
+"""Plain passes of gains that count. Acceptance comes in bursts: a hard passage of 42 cycles has cost SmolLM2's GLIDE
+nine passes, after which drafts paid again (docs/results/decoding.md)."""
 _MOST_AT_ONCE = 2.0
 """Plain passes that one cycle counts for at most: sending a long prompt to the drafter pays off over the whole answer,
 and a cycle that took very long was disturbed by other work."""

@@ -31,7 +31,7 @@ does not keep a server from starting for many minutes."""
 
 
 PassSeconds = dict[tuple[int, int], float]
-"""Seconds of a pass, by rows and by nodes of each row's tree."""
+"""Seconds of a pass, by rows and by nodes of each row's tree, root included."""
 
 
 def measure_costs(
@@ -56,7 +56,7 @@ def measure_costs(
     length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
     missing = [(count, size) for count in rows for size in sizes if (count, size) not in passes]
     drafts = [(count, n, depth) for count in rows for n in layer_counts for depth in levels]
-    _LOGGER.info("measures what %d sizes of passes and %d of drafts cost here", len(missing), len(drafts))
+    _LOGGER.info("measuring the seconds of %d sizes of passes and %d of drafts", len(missing), len(drafts))
     runs = _passes(target, shape, length, missing)
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
     sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)

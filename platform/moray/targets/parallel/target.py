@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moray.errors import RankError
 from moray.targets.model import Target, TargetOutput, read_eos_ids
-from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights, stay_in_cache
+from moray.targets.packed_linear import Kernels
 from moray.targets.parallel.caches import join_heads, leaders_class
 from moray.targets.parallel.group import Command, RankGroup
 from moray.targets.parallel.plan import RankPlan
@@ -36,7 +36,7 @@ class RankTarget(Target):
         self.num_kv_heads = len(plan.kv_heads)
 
     def pack_part(self, kernels: Kernels) -> None:
-        """Compute with these kernels on a CPU; all ranks use the same."""
+        """Fuse the layers and compute with these kernels on a CPU; all ranks use the same."""
         self.fuse()
         self.pack(kernels)
 
@@ -72,8 +72,10 @@ class ParallelTarget(RankTarget):
         self._num_caches = 0
         self._is_broken = False
         """Whether a command was left unfinished, so that the ranks may be at different places."""
-        if packs and self.device.type == "cpu" and not stay_in_cache(linear_weights(model)):
-            self.pack_all_ranks(choose_kernels(self.fuse(), num_processes=len(plans)))
+        if packs and self.device.type == "cpu" and (kernels := self.fastest_kernels(len(plans))) is not None:
+            if self.is_fused:
+                self.pack_all_ranks(kernels)
+            self.kernels = kernels
             self.log_kernels()
 
     @property

@@ -205,7 +205,7 @@ def test_a_chain_proposes_the_likeliest_and_a_tree_the_best():
     assert probs is None
 
 
-def test_typical_is_the_only_lossy_rule():
+def test_typical_is_the_only_lossy_method():
     assert not typical().is_lossless
     assert SamplingParams().is_lossless
     assert all(
