@@ -8,14 +8,18 @@ from moray.cluster.caching.answer_store import AnsweredChat, AnswerSummary
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.data.ultrachat import BadRow, Chat
 from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
+from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 
 KEPT_BAD_ROWS = 20
 _MAX_SEQUENCES = 1024
+_MAX_DRAFTING = 64
+"""Maximum number of sequences with a drafter, which keeps a state for the whole length of each."""
 _PREFILL_TOKENS = 4096
 
 
@@ -86,25 +90,39 @@ class Dialogue:
         return self.cut or ("empty" if self.messages else "without_question")
 
 
-def answer_chats(
-    rows: Sequence[Chat | BadRow],
-    target: Target,
-    tokenizer: ChatTokenizer,
-    eos_ids: Collection[int],
-    config: RegenerateConfig,
-) -> tuple[list[AnsweredChat], AnswerSummary]:
-    """Answer the chats of one part; return the rows to write, in order, and a summary of all rows."""
-    bad = [str(row) for row in rows if isinstance(row, BadRow)]
-    dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
-    context = min(config.max_length, target.spec.max_positions)
-    room = context - config.max_new_tokens
+def answering_engine(
+    target: Target, eos_ids: Collection[int], config: RegenerateConfig, drafter: Drafter | None = None
+) -> Engine:
+    """The engine that answers chats. With a drafter it first measures what passes and drafts cost.
+
+    Raises:
+        ConfigError: the drafter cannot draft such trees.
+    """
     limits = EngineConfig(
         max_num_seqs=_MAX_SEQUENCES,
         kv_cache_tokens=config.batch_tokens,
         max_num_batched_tokens=_PREFILL_TOKENS,
         batch_admissions=True,
     )
-    engine = Engine(target, limits, eos_ids)
+    if drafter is None:
+        return Engine(target, limits, eos_ids)
+    context = _context(config, target)
+    num_seqs = min(_MAX_DRAFTING, config.batch_tokens // context)
+    room = num_seqs * (1 + config.tree.num_nodes)  # for the nodes of one tree each
+    with_drafts = {"max_num_seqs": num_seqs, "kv_cache_tokens": config.batch_tokens + room, "tree": config.tree}
+    drafts = {"drafter": LocalDrafts(drafter, context, config.tree.num_expanded)}
+    engine = Engine(target, limits.model_copy(update=with_drafts), eos_ids, drafts=drafts)
+    engine.measure_costs({"drafter": drafter})
+    return engine
+
+
+def answer_chats(
+    rows: Sequence[Chat | BadRow], engine: Engine, tokenizer: ChatTokenizer, config: RegenerateConfig
+) -> tuple[list[AnsweredChat], AnswerSummary]:
+    """Answer the chats of one part; return the rows to write, in order, and a summary of all rows."""
+    bad = [str(row) for row in rows if isinstance(row, BadRow)]
+    dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
+    room = _context(config, engine.target) - config.max_new_tokens
     asked: dict[int, Dialogue] = {}
     answers: dict[int, list[int]] = {}
     refused: set[str] = set()
@@ -148,6 +166,11 @@ def answer_chats(
         tokens=sum(dialogue.num_tokens for dialogue in dialogues),
     )
     return [dialogue.row for dialogue in kept], summary
+
+
+def _context(config: RegenerateConfig, target: Target) -> int:
+    """Maximum tokens of a chat."""
+    return min(config.max_length, target.spec.max_positions)
 
 
 def _num_characters(dialogue: Dialogue) -> int:

@@ -3,8 +3,8 @@
 A drafter is judged on the target's own text, so that is what it should learn from. Each chunk of the input becomes one
 part, written atomically; a killed job resumes with the missing parts.
 
-The engine decodes without a drafter: its batches hold many sequences, where drafting does not pay off on the machines
-that were measured, and usually no drafter exists yet.
+By default the engine decodes without a drafter: its batches hold many sequences, where drafting does not pay off on the
+machines that were measured, and usually no drafter exists yet.
 """
 
 import json
@@ -18,7 +18,7 @@ import ray.data
 
 from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
 from moray.cluster.caching.answer_store import AGAIN, AnswerStore, AnswerSummary
-from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
+from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats, answering_engine
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.cluster.caching.rows import AnsweredRow, Batch, ChunkRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
@@ -108,15 +108,18 @@ class _Answerer:
     def __init__(self, store: AnswerStore, config: RegenerateConfig) -> None:
         import torch
 
+        from moray.drafters.loading import load_drafters
         from moray.targets.model import Target
 
         self._store = store
         self._attempts = Attempts(store)
         self._config = config
         torch.set_num_threads(self._config.threads_per_target)
-        self._target = Target.load(self._config.target)
+        target = Target.load(self._config.target)
         self._tokenizer = ChatTokenizer.load(self._config.target.model, self._config.target.template)
-        self._eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
+        entries = () if config.drafter is None else (config.drafter,)
+        drafters = [*load_drafters(entries, target, self._tokenizer).values(), None]
+        self._engine = answering_engine(target, {*target.eos_ids, *self._tokenizer.eos_ids}, config, drafters[0])
 
     def __call__(self, batch: Batch) -> Batch:
         rows = rows_of(batch, ChunkRow)
@@ -130,7 +133,7 @@ class _Answerer:
                 f"{chunk.first_row} on), out of memory perhaps: give a smaller batch_tokens or num_targets and {AGAIN}"
             )
         rows = list(read_chunk(chunk))
-        answered, summary = answer_chats(rows, self._target, self._tokenizer, self._eos_ids, self._config)
+        answered, summary = answer_chats(rows, self._engine, self._tokenizer, self._config)
         self._store.write_part(name, answered, summary)
         self._attempts.end(name)
         return summary

@@ -6,7 +6,9 @@ from moray.cluster.configs import RayConfig
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig
 from moray.decoding.params import SamplingParams
+from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
+from moray.trees.shapes import AdaptiveShape, Shape
 
 
 class AnswerSampling(Config):
@@ -48,6 +50,11 @@ class RegenerateConfig(Config):
     first answer is cut off is dropped, which leaves the short answers."""
     batch_tokens: int = Field(default=16384, ge=64)
     """KV cache tokens per target replica; as many chats run at a time as fit with prompt and answer."""
+    drafter: str | UsableConfig | None = None
+    """Folder of a trained drafter, or a drafter by type, such as {type: ngram}; null for no drafts, which is as fast or
+    faster on the CPUs that were measured. The text is the same, but for near-ties in bfloat16 and float16."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Shape of the draft trees if there is a drafter; adaptive follows batch size and acceptance."""
     chats_per_part: int = Field(default=512, ge=1)
     """Number of chats answered and written together; a kill loses at most one such part per replica."""
     num_targets: int = Field(default=1, ge=1)
@@ -77,7 +84,7 @@ class RegenerateConfig(Config):
     @property
     def text_settings(self) -> dict[str, JsonValue]:
         """Settings that determine the text and its parts; all others may differ when a run resumes."""
-        others = {"target", "output", "batch_tokens", "ray"}
+        others = {"target", "output", "batch_tokens", "drafter", "tree", "ray"}
         places = {"num_targets", "cpus_per_target", "gpus_per_target", "threads_per_target"}
         left_out: dict[str, bool | set[str]] = dict.fromkeys(others | places, True)
         settings = self.model_dump(mode="json", exclude=left_out | {"chats": {"max_bad_rows"}})
