@@ -1,6 +1,7 @@
 """Has the target answer the questions of chats, turn by turn, many chats at a time. Knows neither Ray nor files."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -15,6 +16,8 @@ from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
+
+_LOGGER = logging.getLogger(__name__)
 
 KEPT_BAD_ROWS = 20
 _MAX_SEQUENCES = 1024
@@ -112,6 +115,8 @@ def answering_engine(
     with_drafts = {"max_num_seqs": num_seqs, "kv_cache_tokens": config.batch_tokens + room, "tree": config.tree}
     drafts = {"drafter": LocalDrafts(drafter, context, config.tree.num_expanded)}
     engine = Engine(target, limits.model_copy(update=with_drafts), eos_ids, drafts=drafts)
+    for notice in (notice for scheduler in engine.draft_schedulers.values() for notice in scheduler.notices):
+        _LOGGER.warning(notice)
     engine.measure_costs({"drafter": drafter})
     return engine
 

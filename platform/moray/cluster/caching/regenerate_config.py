@@ -51,8 +51,9 @@ class RegenerateConfig(Config):
     batch_tokens: int = Field(default=16384, ge=64)
     """KV cache tokens per target replica; as many chats run at a time as fit with prompt and answer."""
     drafter: str | UsableConfig | None = None
-    """Folder of a trained drafter, or a drafter by type, such as {type: ngram}; null for no drafts. No drafts are as
-    fast or faster on the CPUs that were measured. The text is the same, but for near-ties in bfloat16 and float16."""
+    """Folder of a trained drafter, or a drafter by type, such as {type: ngram}; null for no drafts. On the
+    CPUs that were measured, drafts gain nothing here. The text is the same, but for near-ties in bfloat16 and
+    float16."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees if there is a drafter; adaptive follows batch size and acceptance."""
     chats_per_part: int = Field(default=512, ge=1)
@@ -79,6 +80,8 @@ class RegenerateConfig(Config):
                 f"batch_tokens is {self.batch_tokens} and max_length {self.max_length}; one chat must fit: give a "
                 "larger batch_tokens or a smaller max_length"
             )
+        if self.drafter is None and "tree" in self.model_fields_set:
+            raise ValueError("tree has no effect without a drafter: name a drafter, or leave tree out")
         return self
 
     @property

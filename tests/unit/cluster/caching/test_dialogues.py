@@ -163,7 +163,7 @@ def test_drafts_do_not_change_the_answers(
     target = Target.load(TargetConfig(model=str(folder), device="cpu"))
     drafter = build(TinyTarget("chat", folder, target), VARIANTS[variant])
     parts = [[chat(text, "x", "more", "y", uid=text) for text in part] for part in (("one", "two"), ("three",))]
-    config = settings(folder, tree=tree, sampling=sampling)
+    config = settings(folder, drafter=variant, tree=tree, sampling=sampling)
     engine = answering_engine(target, (), config, drafter)
     for part in parts:
         wanted, _ = answered_by(target, part, tokenizer, config)
@@ -179,6 +179,11 @@ def test_settings_that_leave_no_room_are_refused(folder: Path) -> None:
         settings(folder, max_length=20)
     with pytest.raises(ConfigError, match="one chat must fit"):
         settings(folder, batch_tokens=100)
+
+
+def test_a_tree_without_a_drafter_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="tree has no effect without a drafter"):
+        settings(folder, tree={"type": "chain", "depth": 3})
 
 
 def test_a_chat_with_a_token_that_the_target_lacks_is_a_bad_row(folder: Path, tmp_path: Path) -> None:
