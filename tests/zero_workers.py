@@ -10,7 +10,7 @@ import torch.multiprocessing
 from one_step import as_data_shard
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build, losses_for
-from tiny_targets import load_target
+from tiny_targets import TinyTarget, load_target
 
 from moray.batch import DataShardBatch
 from moray.distill.configs import AdamWConfig, DeepSpeedConfig, LinearSchedule, TrainConfig
@@ -20,6 +20,8 @@ from moray.distill.step import UpdateContext, data_shards_of, num_rounds, run_up
 from moray.drafters.base import Drafter
 
 DATA_SHARDS, STEPS = 3, 4
+MAX_GRAD_NORM = 0.5
+"""Small enough for clipping to be at work."""
 ADAMW = AdamWConfig(type="adamw", lr=1e-3, weight_decay=0.1)
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=2)
 Trained = dict[str, Any]
@@ -68,12 +70,20 @@ def updates(parallel: Parallel, data_shards: list[DataShardBatch], first: int, l
     return rows
 
 
-def train_every_drafter(rank: int, port: int, folder: Path, names: list[str], settings: list[Any]) -> None:
-    """Per drafter and way: losses, weights and optimiser state, to `folder`."""
+def train_and_resume(rank: int, port: int, folder: Path, ways: dict[str, dict[str, DeepSpeedConfig | None]]) -> None:
+    """All that the tests compare, in one pair of processes: importing DeepSpeed takes longer than the training."""
     tiny = load_target(folder / f"target-{rank}")
+    small = load_target(folder / f"small-{rank}", num_hidden_layers=3, hidden_size=32)
     begin(rank, port)  # afterwards transformers would save on one process alone
-    for name in names:
-        for number, (how, clip) in enumerate(settings):
+    train_every_drafter(rank, tiny, folder, ways)
+    resume_everywhere(rank, small, folder)
+    torch.distributed.destroy_process_group()
+
+
+def train_every_drafter(rank: int, tiny: TinyTarget, folder: Path, ways: dict[str, dict[str, Any]]) -> None:
+    """Per drafter and way: losses, weights and optimiser state, to `folder`."""
+    for name, of_drafter in ways.items():
+        for way, how in of_drafter.items():
             drafter = build(tiny, VARIANTS[name]).train()
             texts = [
                 [tiny.prompt(10 * data_shard + row, 12 + 5 * data_shard) for row in range(2)]
@@ -82,21 +92,18 @@ def train_every_drafter(rank: int, port: int, folder: Path, names: list[str], se
             data_shards = [
                 as_data_shard(batch_of(tiny.target, text, 4, drafter.needs), i) for i, text in enumerate(texts)
             ]
-            parallel = wrap(drafter, how, TrainConfig(max_grad_norm=clip))
+            parallel = wrap(drafter, how, TrainConfig(max_grad_norm=MAX_GRAD_NORM))
             rows = updates(parallel, data_shards, 0, STEPS)
             weights, state = parallel.weights(), parallel.state_dict()
             if rank == 0:
                 whole = {key: value.clone() for key, value in weights.items()}
-                torch.save({"rows": rows, "weights": whole, "state": state}, folder / f"{name}-{number}.pt")
-    torch.distributed.destroy_process_group()
+                torch.save({"rows": rows, "weights": whole, "state": state}, folder / f"{name}-{way}.pt")
 
 
-def resume_everywhere(rank: int, port: int, folder: Path) -> None:
+def resume_everywhere(rank: int, tiny: TinyTarget, folder: Path) -> None:
     """Two updates with each of DDP, ZeRO-2 and ZeRO-3, and two more with each: nine chains, to `folder`."""
-    tiny = load_target(folder / f"target-{rank}", num_hidden_layers=3, hidden_size=32)
-    begin(rank, port)  # afterwards transformers would save on one process alone
     ways = [None, zero(2), zero(3)]
-    train = TrainConfig(max_grad_norm=0.5)
+    train = TrainConfig(max_grad_norm=MAX_GRAD_NORM)
     build_one = lambda: build(tiny, VARIANTS["moa-0"]).train()  # noqa: E731
     texts = [
         [tiny.prompt(10 * data_shard + row, 12 + 5 * data_shard) for row in range(2)]
@@ -119,4 +126,3 @@ def resume_everywhere(rank: int, port: int, folder: Path) -> None:
                 torch.save(
                     {"rows": rows, "weights": {k: v.clone() for k, v in weights.items()}}, folder / f"{i}-{j}.pt"
                 )
-    torch.distributed.destroy_process_group()
