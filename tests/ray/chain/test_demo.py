@@ -32,7 +32,7 @@ TRAINED = ("moa", "eagle", "glide", "medusa", "independent")
 REAL = REPOSITORY / "configs" / "demo.yaml"
 DEMO = REPOSITORY / "configs" / "demo-small.yaml"
 FEWER = {
-    "train_demo_target": ("optim.num_steps=120", "num_train_chats=800", "num_heldout_chats=100"),
+    "train_demo_target": ("model.num_layers=10", "optim.num_steps=120", "num_train_chats=500", "num_heldout_chats=60"),
     "cache_activations": (),
     "distill": ("train.max_steps=60", "train.epochs=1", "workers.num_workers=1"),
     "evaluate": (

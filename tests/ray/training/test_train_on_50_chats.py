@@ -15,16 +15,18 @@ START_RAY = "session.enter_context(ray_session(RayConfig()))"
 """Ray has been started for all tests of this process."""
 EPOCHS = '"train.epochs=4"'
 """The tiny target has fewer tokens than the preset's draft vocabulary."""
+CHATS = "max_chats=50"
+"""The tiny target's tokenizer makes several times as many tokens of a chat, so fewer chats are as many tokens."""
 
 
 def test_its_cells_run(tiny_target, tmp_path, monkeypatch, capsys):
     code = "\n".join(python_blocks(PAGE))
-    for line in (FETCH, START_RAY, EPOCHS):
+    for line in (FETCH, START_RAY, EPOCHS, CHATS):
         assert line in code
     monkeypatch.chdir(tmp_path)
     code = code.replace('Path("configs").absolute()', f"Path({str(ROOT / 'configs')!r})")
     code = code.replace(FETCH, f"model = Path({str(tiny_target)!r})").replace(START_RAY, "")
-    code = code.replace(EPOCHS, f"{EPOCHS}, 'drafter.draft_vocab_size=null'")
+    code = code.replace(EPOCHS, f"{EPOCHS}, 'drafter.draft_vocab_size=null'").replace(CHATS, "max_chats=15")
     run_block(code, PAGE)
     said = capsys.readouterr().out
     assert re.search(r"[\d,]+ tokens in \d+ shard", said)
