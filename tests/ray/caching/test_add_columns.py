@@ -31,7 +31,7 @@ TEXT = ["uid", "num_tokens", "tokens", "response_mask"]
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def _cache(output: Path, target: Path, chats: Path, **changes: Any) -> Manifest:
+def _cache(output: Path, target: Path, chats: Path, num_targets: int = 1, **changes: Any) -> Manifest:
     from moray.cluster.caching.capture import cache_activations
     from moray.cluster.caching.configs import CaptureConfig
 
@@ -40,7 +40,7 @@ def _cache(output: Path, target: Path, chats: Path, **changes: Any) -> Manifest:
         TargetConfig(model=str(target)),
         ChatsConfig(path=str(chats)),
         CacheConfig(**(SETTINGS | changes)),
-        CaptureConfig(),
+        CaptureConfig(num_targets=num_targets),
     )
 
 
@@ -107,7 +107,7 @@ def test_added_columns_are_those_of_a_cache_made_with_all_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = read_manifest(CacheStore(str(cache)))
-    after = make(cache, **MANY)
+    after = make(cache, num_targets=2, **MANY)
     assert f"adding kv.00, hidden.-4 to {len(before.shards)} shards" in capsys.readouterr().out
     assert _row_groups(after) == _row_groups(before)
     wanted = read_manifest(CacheStore(str(many_columns)))

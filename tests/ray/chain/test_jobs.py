@@ -92,7 +92,7 @@ def wait_for(cluster: RayCluster, ready: Callable[[str], bool], seconds: float =
     deadline = time.monotonic() + seconds
     while not ready(status := cluster.run("serve", "status").stdout):
         assert time.monotonic() < deadline, status
-        time.sleep(3)  # the command itself takes seconds of processor time
+        time.sleep(3)  # every call starts a Python process that imports Ray
 
 
 def runs(alone: bool, status: str) -> bool:
