@@ -48,8 +48,12 @@ def main(config: CacheActivationsConfig) -> None:
     """Create or complete the cache and print what it holds."""
     from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
+    from moray.data.ultrachat import check_files
+    from moray.targets.spec import read_spec
 
-    CacheStore(config.output).check()  # reports a wrong bucket before Ray starts
+    CacheStore(config.output).check()  # these three report what is missing before Ray starts
+    check_files(config.chats)
+    read_spec(config.target.model)
     with ray_session(config.ray):
         from moray.cluster.caching.capture import cache_activations
         from moray.provenance import run_yaml

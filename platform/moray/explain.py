@@ -20,6 +20,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+_MOST_PROBLEMS = 5
+"""Problems that one error words; more of them rarely help, and the first ones often cause the others."""
 _CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
 
 
@@ -35,7 +37,7 @@ class HelpRow(NamedTuple):
 
 
 def explain(config_class: type[BaseModel], error: ValidationError) -> str:
-    """Word the first problem on one line, and say how many more there are."""
+    """Word the problems on one line, one of each key, unknown keys first; those past `_MOST_PROBLEMS` are counted."""
     found = error.errors(include_url=False)
     # A list of which an item is refused is also told to be too short without it.
     parents = {problem["loc"][:end] for problem in found for end in range(len(problem["loc"]))}
@@ -44,9 +46,13 @@ def explain(config_class: type[BaseModel], error: ValidationError) -> str:
     problems = [p for p in found if p["type"] != "string_type" or not isinstance(p["input"], dict)] or found
     # A misspelt required key is both unknown and missing; the unknown one shows what to fix.
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
-    keys = {_locate(config_class, problem["loc"])[0] for problem in problems}  # a plain union fails once per member
-    more = {1: "", 2: " (and 1 more problem)"}.get(len(keys), f" (and {len(keys) - 1} more problems)")
-    return one_line(_explain_one(config_class, problems[0])) + more
+    by_key: dict[str, ErrorDetails] = {}
+    for problem in problems:  # a plain union fails once per member
+        by_key.setdefault(_locate(config_class, problem["loc"])[0], problem)
+    words = [one_line(_explain_one(config_class, problem)) for problem in by_key.values()]
+    left = len(words) - _MOST_PROBLEMS
+    more = {1: " (and 1 more problem)"}.get(left, f" (and {left} more problems)") if left > 0 else ""
+    return " Also: ".join(_ended(word) for word in words[:_MOST_PROBLEMS]) + more if len(words) > 1 else words[0]
 
 
 def describe(config_class: type[BaseModel], width: int | None = None) -> str:
@@ -110,6 +116,10 @@ def description_of(field: FieldInfo) -> str:
     text = field.description or (classes[0].__doc__ if len(classes) == 1 else None) or ""
     paragraph = one_line(text.strip().partition("\n\n")[0])
     return re.split(r"(?<=\.)\s", paragraph)[0].removesuffix(".")
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
 
 
 def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:

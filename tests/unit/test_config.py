@@ -182,13 +182,17 @@ def test_a_wrong_value_is_explained(argument, message):
     assert str(caught.value) == message
 
 
-def test_a_missing_key_and_the_number_of_further_problems():
+def test_all_problems_are_named_at_once():
     with pytest.raises(ConfigError, match=r"^'name' is missing: give it in a YAML file or as name=VALUE$"):
         load_config(Run, [])
-    with pytest.raises(ConfigError, match=r"^unknown key 'nmae'; did you mean 'name'\? \(and 1 more problem\)$"):
+    with pytest.raises(ConfigError, match=r"^unknown key 'nmae'; did you mean 'name'\? Also: 'name' is missing: .*\.$"):
         load_config(Run, ["nmae=x"])
-    with pytest.raises(ConfigError, match=r"\(and 2 more problems\)$"):
+    with pytest.raises(ConfigError) as caught:
         load("steps=x", "flag=x", "optim.lr=x")
+    named = {part.partition(" is ")[0] for part in str(caught.value).split(" Also: ")}
+    assert named == {"'steps'", "'flag'", "'optim.lr'"}
+    with pytest.raises(ConfigError, match=r"\. \(and 2 more problems\)$"):
+        load(*(f"unknown{number}=x" for number in range(7)))
 
 
 def test_a_long_value_is_cut():
@@ -373,6 +377,6 @@ def test_a_list_s_bad_item_is_one_problem(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(Listed, ["shapes=[{type: chain, depth: deep}]"])
     assert "depth" in str(caught.value)
-    assert "more problem" not in str(caught.value)
+    assert "Also:" not in str(caught.value)
     with pytest.raises(ConfigError, match="shapes"):
         load_config(Listed, ["shapes=[]"])

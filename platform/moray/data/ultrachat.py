@@ -134,6 +134,12 @@ def read_chunk(chunk: ChatChunk) -> Iterator[Chat | BadRow]:
 # --- Planning ---
 
 
+def check_files(config: ChatsConfig) -> None:
+    """Raise what `plan_chunks` would raise for a path without files of chats, without reading any of them."""
+    for _ in _sources(config):
+        pass
+
+
 def _sources(config: ChatsConfig) -> Iterator[ChatChunk]:
     """Every file of a configuration, as a chunk whose rows are not yet known."""
     if config.path.startswith(HUB):

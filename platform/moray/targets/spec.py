@@ -215,9 +215,8 @@ def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir() or model.count("/") != 1 or model.startswith((".", "/", "runs/")):
-        raise ConfigError(
-            f"{field} '{model}': no config.json there; give a Hugging Face model folder, a GGUF file or a hub name"
-        )
+        problem = "no config.json there" if Path(model).exists() else "there is no such file or folder"
+        raise ConfigError(f"{field} '{model}': {problem}; give a Hugging Face model folder, a GGUF file or a hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
