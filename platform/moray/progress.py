@@ -94,7 +94,9 @@ class Progress:
         self._lock = threading.Lock()
         self._began = self._changed = self._clock.now()
         self._base = (self._began, done)
-        """When counting began, and what was done then: where speed is measured from."""
+        """When counting began, and what was done then: where speed is measured from at first."""
+        self._first: tuple[float, float] | None = None
+        """The same of the first progress after that, behind which the speed is that of work under way."""
         self._has_told = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -173,7 +175,9 @@ class Progress:
             self._note = self._note if note is None else note
             self._title = self._title if title is None else title
             if is_begun or self._done < self._base[1]:  # it was begun again, further back
-                self._base = (now, self._done)
+                self._base, self._first = (now, self._done), None
+            elif self._first is None and self._done > self._base[1]:
+                self._first = (now, self._done)
             if before != (self._done, self._total, self._note, self._title):
                 self._changed = now
         self._show()
@@ -191,7 +195,10 @@ class Progress:
             self._stop.set()
 
     def _speed(self, now: float) -> float | None:
+        """Units a second; once twice as much has followed as came first, without the time that starting took."""
         since, before = self._base
+        if self._first is not None and self._done - self._first[1] >= 2 * (self._first[1] - before):
+            since, before = self._first
         made = self._done - before
         return made / (now - since) if made > 0 and now > since else None
 

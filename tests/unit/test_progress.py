@@ -83,6 +83,23 @@ def test_what_was_done_before_does_not_count_for_the_speed(console):
     assert lines[3].startswith("distill: 900 of 2,000 updates (45 %), 1:20 so far")
 
 
+def test_starting_does_not_count_for_the_speed_once_work_is_under_way(console):
+    clock = FakeClock()
+    with Progress("cache", 100_000, unit="tokens", console=console, clock=clock) as progress:
+        clock.time += 36.0  # a replica loads its model
+        progress.advance(4_000)
+        progress.tell()
+        for _ in range(2):
+            clock.time += 4.0
+            progress.advance(4_000)
+            progress.tell()
+    assert [line.partition(", ")[2] for line in printed(console)[:3]] == [
+        "111 tokens/s, 14:24 left",
+        "200 tokens/s, 7:40 left",
+        "1,000 tokens/s, 1:28 left",
+    ]
+
+
 def test_work_that_is_not_counted_is_silent_unless_it_lasts(console):
     with Progress("start Ray", console=console, clock=FakeClock()):
         pass
