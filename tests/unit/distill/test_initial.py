@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_drafters import build
 from tiny_targets import TinyTarget, load_target
+from transformers import AutoModelForCausalLM
 
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
@@ -13,8 +14,11 @@ from moray.decoding.params import SamplingParams
 from moray.distill.configs import InitialWeights
 from moray.distill.initial import check_initial, initial_fingerprint, initialise
 from moray.drafters.checkpoint import save_drafter
+from moray.drafters.common.attention import attend
 from moray.drafters.config_base import BlockConfig
-from moray.drafters.configs import Eagle3Config, EagleConfig, IndependentConfig
+from moray.drafters.configs import Eagle3Config, EagleConfig, GlideConfig, IndependentConfig, MedusaConfig
+from moray.drafters.eagle import Eagle
+from moray.drafters.glide import Glide
 from moray.drafters.independent import Independent
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.trees.shapes import ChainShape
@@ -74,9 +78,56 @@ def test_layers_that_do_not_fit_are_refused_with_what_would(tiny, layers, change
         check_initial(InitialWeights(layers=layers), config_of(**changed), str(tiny.folder), TEXT)
 
 
-def test_only_independent_drafters_are_made_of_layers(tiny):
-    with pytest.raises(ConfigError, match=r"init.layers is given, but only a drafter of type 'independent'"):
-        check_initial(InitialWeights(layers=(0,)), EagleConfig(type="eagle", layer=BLOCK), str(tiny.folder), TEXT)
+def test_eagle_is_made_of_one_layer(tiny):
+    init, config = InitialWeights(layers=(3,)), EagleConfig(type="eagle", layer=BLOCK)
+    check_initial(init, config, str(tiny.folder), TEXT)
+    drafter = build(tiny, config)
+    initialise(drafter, init, str(tiny.folder))
+    assert isinstance(drafter, Eagle)
+    layer = tiny.target.model.model.layers[3]
+    assert torch.equal(drafter.layer.mlp.down.weight, layer.mlp.down_proj.weight)
+    assert torch.equal(drafter.layer.attention.qkv_proj.weight[-32:], layer.self_attn.v_proj.weight)
+    assert torch.equal(drafter.layer.mlp_norm.weight, layer.post_attention_layernorm.weight)
+
+
+@torch.no_grad()
+def test_glide_of_the_last_layer_finishes_the_target_s_pass(tiny):
+    init = InitialWeights(layers=(3,))
+    config = GlideConfig(type="glide", layer=BLOCK, num_cross_heads=4)
+    check_initial(init, config, str(tiny.folder), TEXT)
+    drafter = build(tiny, config)
+    initialise(drafter, init, str(tiny.folder))
+    assert isinstance(drafter, Glide)
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder)
+    out = model(torch.tensor([tiny.prompt()]), output_hidden_states=True, use_cache=True)
+    last, positions = out.past_key_values.layers[3], torch.arange(len(tiny.prompt()))[None]
+    finished = drafter._finish(
+        out.hidden_states[-2], positions, lambda query: attend(query, last.keys, last.values, "causal")
+    )
+    torch.testing.assert_close(finished, out.hidden_states[-1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(drafter.self_attention.o_proj.weight, drafter.cross_out.weight)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "layers", "message"),
+    [
+        (MedusaConfig(type="medusa"), (0,), r"only drafters of the types independent, eagle and glide"),
+        (EagleConfig(type="eagle", layer=BLOCK), (0, 3), r"is \[0, 3\], but drafter.type eagle has one layer"),
+        (
+            EagleConfig(type="eagle", layer=BLOCK.model_copy(update={"intermediate_size": 64})),
+            (3,),
+            r"drafter.layer.intermediate_size is 64, .* it is 96",
+        ),
+        (
+            GlideConfig(type="glide", layer=BLOCK, num_cross_heads=2),
+            (3,),
+            r"drafter.num_cross_heads is 2, .* it is 4",
+        ),
+    ],
+)
+def test_drafters_that_cannot_be_made_of_these_layers_are_refused(tiny, drafter, layers, message):
+    with pytest.raises(ConfigError, match=message):
+        check_initial(InitialWeights(layers=layers), drafter, str(tiny.folder), TEXT)
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen2", "self_attn.k_proj.bias"), ("qwen3", "self_attn.k_norm.weight")])
