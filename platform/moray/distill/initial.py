@@ -62,8 +62,8 @@ def check_initial(init: InitialWeights, drafter: Config, model: str, text_finger
         _check_layers(init, drafter, spec, model)
     else:
         raise ConfigError(
-            "init.layers is given, but only drafters of the types independent, eagle and glide are made of layers of the "
-            "target: leave it out, or give one of these types"
+            "init.layers is given, but only drafters of the types independent, eagle and glide are made of layers of "
+            "the target: leave it out, or give one of these types"
         )
 
 
