@@ -49,11 +49,11 @@ def main(config: CacheActivationsConfig) -> None:
     from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
     from moray.data.ultrachat import check_files
-    from moray.targets.spec import read_spec
+    from moray.models import check_path
 
-    CacheStore(config.output).check()  # these three report what is missing before Ray starts
-    check_files(config.chats)
-    read_spec(config.target.model)
+    CacheStore(config.output).check()  # reports a wrong bucket before Ray starts
+    check_files(config.chats)  # these two report what is missing
+    check_path(config.target.model)
     with ray_session(config.ray):
         from moray.cluster.caching.capture import cache_activations
         from moray.provenance import run_yaml

@@ -13,10 +13,10 @@ def main(config: RegenerateConfig) -> None:
     """Answer all chats that are still unanswered and print the totals."""
     from moray.cluster.session import ray_session
     from moray.data.ultrachat import check_files
-    from moray.targets.spec import read_spec
+    from moray.models import check_path
 
     check_files(config.chats)  # both report what is missing before Ray starts
-    read_spec(config.target.model)
+    check_path(config.target.model)
     with ray_session(config.ray):
         from moray.cluster.caching.regenerate import regenerate
 

@@ -169,7 +169,7 @@ def read_override(override: str) -> dict[str, Any]:
 
 
 def validate(config_class: type[AnyConfig], values: dict[str, Any], *, notice: bool = True) -> AnyConfig:
-    """Check plain values against a configuration class; raise `ConfigError` with what is wrong.
+    """Check plain values against a configuration class; raise `ConfigError` listing the problems.
 
     A leading `runs` in a value is the folder that `moray.runs_folder` says. Keys may have the names of an earlier
     version; `notice` says so on stderr, for values that a user wrote.

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-_MOST_PROBLEMS = 5
-"""Problems that one error words; more of them rarely help, and the first ones often cause the others."""
+_MAX_PROBLEMS = 5
+"""Maximum number of problems spelled out in one error."""
 _CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
 
 
@@ -37,22 +37,28 @@ class HelpRow(NamedTuple):
 
 
 def explain(config_class: type[BaseModel], error: ValidationError) -> str:
-    """Word the problems on one line, one of each key, unknown keys first; those past `_MOST_PROBLEMS` are counted."""
+    """Word the problems on one line, one per key, unknown keys first; those past `_MAX_PROBLEMS` are counted."""
     found = error.errors(include_url=False)
     # A list of which an item is refused is also told to be too short without it.
     parents = {problem["loc"][:end] for problem in found for end in range(len(problem["loc"]))}
     found = [p for p in found if p["type"] != "too_short" or p["loc"] not in parents]
     # Of a union of a text and mappings, a mapping was meant for the mappings.
     problems = [p for p in found if p["type"] != "string_type" or not isinstance(p["input"], dict)] or found
-    # A misspelt required key is both unknown and missing; the unknown one shows what to fix.
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
     by_key: dict[str, ErrorDetails] = {}
-    for problem in problems:  # a plain union fails once per member
+    for problem in problems:
         by_key.setdefault(_locate(config_class, problem["loc"])[0], problem)
-    words = [one_line(_explain_one(config_class, problem)) for problem in by_key.values()]
-    left = len(words) - _MOST_PROBLEMS
-    more = {1: " (and 1 more problem)"}.get(left, f" (and {left} more problems)") if left > 0 else ""
-    return " Also: ".join(_ended(word) for word in words[:_MOST_PROBLEMS]) + more if len(words) > 1 else words[0]
+    # A plain union fails once per member; the member that was meant is refused for one of its items.
+    by_key = {key: problem for key, problem in by_key.items() if not any(k.startswith(f"{key}.") for k in by_key)}
+    words: list[str] = []
+    for key, problem in by_key.items():
+        # A misspelt required key is both unknown and missing; the unknown one shows what to fix.
+        if problem["type"] != "missing" or not any(f"did you mean '{key}'" in word for word in words):
+            words.append(_without_repetition(one_line(_explain_one(config_class, problem)), words))
+    left = len(words) - _MAX_PROBLEMS
+    if left > 0:
+        words[_MAX_PROBLEMS:] = [f"{left} more problem{'s' if left > 1 else ''}"]
+    return words[0] if len(words) == 1 else " Also: ".join(w if w.endswith("?") else f"{w}." for w in words)
 
 
 def describe(config_class: type[BaseModel], width: int | None = None) -> str:
@@ -105,6 +111,13 @@ def element_of(annotation: Any) -> Any:
     return None
 
 
+def _is_sequence(annotation: Any) -> bool:
+    """Whether its items are numbered: it is, or one of its members is, a container that is no mapping."""
+    origins = [typing.get_origin(member) for member in _members(annotation)]
+    containers = [origin for origin in origins if origin in _CONTAINERS]
+    return bool(containers) and not any(issubclass(origin, collections.abc.Mapping) for origin in containers)
+
+
 def classes_of(annotation: Any) -> list[type[BaseModel]]:
     """The configuration classes among the alternatives of an annotation, those in containers not counted."""
     return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
@@ -118,8 +131,10 @@ def description_of(field: FieldInfo) -> str:
     return re.split(r"(?<=\.)\s", paragraph)[0].removesuffix(".")
 
 
-def _ended(sentence: str) -> str:
-    return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
+def _without_repetition(word: str, before: list[str]) -> str:
+    """A problem without the list of accepted keys, if an earlier one has it already."""
+    problem, mark, accepted = word.partition("; ")
+    return problem if mark and any(other.endswith(f"; {accepted}") for other in before) else word
 
 
 def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:
@@ -171,6 +186,8 @@ def _locate(config_class: type[BaseModel], location: Sequence[int | str]) -> tup
             continue
         if variant is None and element_of(annotation) is None:
             break
+        if variant is None and isinstance(part, str) and _is_sequence(annotation):  # a member of a plain union
+            continue
         names.append(str(part))
         owner = variant or owner
         field = variant.model_fields.get(str(part)) if variant is not None else None

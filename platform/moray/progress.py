@@ -96,7 +96,7 @@ class Progress:
         self._base = (self._began, done)
         """When counting began, and what was done then: where speed is measured from at first."""
         self._first: tuple[float, float] | None = None
-        """The same of the first progress after that, behind which the speed is that of work under way."""
+        """Time and count at the first advance; once enough has followed, speed is measured from here."""
         self._has_told = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -195,10 +195,13 @@ class Progress:
             self._stop.set()
 
     def _speed(self, now: float) -> float | None:
-        """Units a second; once twice as much has followed as came first, without the time that starting took."""
+        """Units per second, excluding start-up once that many and that many seconds have followed the first advance as
+        led up to it: what workers finish together with it must not count as speed."""
         since, before = self._base
-        if self._first is not None and self._done - self._first[1] >= 2 * (self._first[1] - before):
-            since, before = self._first
+        if self._first is not None:
+            first, count = self._first
+            if now - first >= first - since and self._done - count >= count - before:
+                since, before = first, count
         made = self._done - before
         return made / (now - since) if made > 0 and now > since else None
 

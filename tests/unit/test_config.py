@@ -182,17 +182,32 @@ def test_a_wrong_value_is_explained(argument, message):
     assert str(caught.value) == message
 
 
-def test_all_problems_are_named_at_once():
+def test_up_to_five_problems_are_named_at_once():
     with pytest.raises(ConfigError, match=r"^'name' is missing: give it in a YAML file or as name=VALUE$"):
         load_config(Run, [])
-    with pytest.raises(ConfigError, match=r"^unknown key 'nmae'; did you mean 'name'\? Also: 'name' is missing: .*\.$"):
+    with pytest.raises(ConfigError, match=r"^unknown key 'nmae'; did you mean 'name'\?$"):
         load_config(Run, ["nmae=x"])
     with pytest.raises(ConfigError) as caught:
         load("steps=x", "flag=x", "optim.lr=x")
     named = {part.partition(" is ")[0] for part in str(caught.value).split(" Also: ")}
     assert named == {"'steps'", "'flag'", "'optim.lr'"}
-    with pytest.raises(ConfigError, match=r"\. \(and 2 more problems\)$"):
-        load(*(f"unknown{number}=x" for number in range(7)))
+    for count, end in ((6, "unknown4'. Also: 1 more problem."), (7, "unknown4'. Also: 2 more problems.")):
+        with pytest.raises(ConfigError) as caught:
+            load(*(f"unknown{number}=x" for number in range(count)))
+        assert str(caught.value).endswith(end)
+        assert str(caught.value).count("accepted are") == 1
+
+
+def test_an_item_of_one_member_of_a_union_is_one_problem():
+    class Workers(Config):
+        num_workers: int | tuple[int, int] = 1
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(Workers, ["num_workers=[1, a]"])
+    assert str(caught.value).startswith("'num_workers.1' is \"a\": ")
+    assert "Also" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^'num_workers' is \"a\": accepted are int . \[int, int\]$"):
+        load_config(Workers, ["num_workers=a"])
 
 
 def test_a_long_value_is_cut():

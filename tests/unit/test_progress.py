@@ -85,19 +85,39 @@ def test_what_was_done_before_does_not_count_for_the_speed(console):
 
 def test_starting_does_not_count_for_the_speed_once_work_is_under_way(console):
     clock = FakeClock()
-    with Progress("cache", 100_000, unit="tokens", console=console, clock=clock) as progress:
+    with Progress("cache", 100_000, done=2_000, unit="tokens", console=console, clock=clock) as progress:
         clock.time += 36.0  # a replica loads its model
         progress.advance(4_000)
         progress.tell()
-        for _ in range(2):
-            clock.time += 4.0
-            progress.advance(4_000)
+        for seconds in (4.0, 32.0):
+            clock.time += seconds
+            progress.advance(1_000 * seconds)
             progress.tell()
-    assert [line.partition(", ")[2] for line in printed(console)[:3]] == [
-        "111 tokens/s, 14:24 left",
-        "200 tokens/s, 7:40 left",
-        "1,000 tokens/s, 1:28 left",
+        progress.update(done=1_000)  # it begins again, further back
+        clock.time += 4.0
+        progress.advance(1_000)
+        progress.tell()
+    assert [line.partition(", ")[2].partition(" tokens/s")[0] for line in printed(console)[:4]] == [
+        "111",
+        "200",
+        "1,000",
+        "250",
     ]
+
+
+def test_what_several_workers_finish_together_does_not_count_as_speed(console):
+    clock = FakeClock()
+    with Progress("cache", 400_000, unit="tokens", console=console, clock=clock) as progress:
+        clock.time += 16.0
+        for _ in range(8):  # rounds of ten seconds: four replicas, a shard of 4,000 tokens each
+            clock.time += 10.0
+            for _ in range(4):
+                clock.time += 0.1
+                progress.advance(4_000)
+            progress.tell()
+    speeds = [float(line.partition(", ")[2].partition(" tok")[0].replace(",", "")) for line in printed(console)[:8]]
+    assert speeds == sorted(speeds[:3]) + sorted(speeds[3:], reverse=True)
+    assert max(speeds) < 1.35 * 1_538, "the true speed, 16,000 tokens in 10.4 seconds"
 
 
 def test_work_that_is_not_counted_is_silent_unless_it_lasts(console):

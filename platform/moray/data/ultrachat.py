@@ -135,9 +135,13 @@ def read_chunk(chunk: ChatChunk) -> Iterator[Chat | BadRow]:
 
 
 def check_files(config: ChatsConfig) -> None:
-    """Raise what `plan_chunks` would raise for a path without files of chats, without reading any of them."""
-    for _ in _sources(config):
-        pass
+    """Refuse a path without files of chats; the hub is not asked.
+
+    Raises:
+        As `find_files`.
+    """
+    if not config.path.startswith(HUB):
+        find_files(config.path, config.split)
 
 
 def _sources(config: ChatsConfig) -> Iterator[ChatChunk]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -14,11 +13,9 @@ from moray.config import Config
 from moray.distill.configs import InitialWeights
 from moray.distill.runs import first_difference
 from moray.drafters.checkpoint import drafter_files, load_weights, read_contract
-from moray.drafters.common.hugging_face import LAYER_TENSORS, layer_state
-from moray.drafters.configs import Eagle3Config, EagleConfig, GlideConfig, IndependentConfig
-from moray.drafters.eagle import Eagle
-from moray.drafters.glide import Glide
-from moray.drafters.independent import Independent
+from moray.drafters.common.hugging_face import LAYER_TENSORS
+from moray.drafters.config_base import DrafterConfigBase
+from moray.drafters.configs import Eagle3Config, IndependentConfig
 from moray.drafters.learner import Learner
 from moray.errors import ConfigError, MismatchError
 from moray.provenance import sha256_of_files
@@ -31,7 +28,7 @@ _TRAINING_ONLY = ("ttt_steps", "feature_noise", "norm_init", "decay", "mask_widt
 _LOGGER = logging.getLogger(__name__)
 
 
-def check_initial(init: InitialWeights, drafter: Config, model: str, text_fingerprint: str) -> None:
+def check_initial(init: InitialWeights, drafter: DrafterConfigBase, model: str, text_fingerprint: str) -> None:
     """Refuse weights that a drafter cannot start from, without reading any.
 
     Args:
@@ -58,13 +55,8 @@ def check_initial(init: InitialWeights, drafter: Config, model: str, text_finger
             raise MismatchError(
                 f"init.drafter '{folder}' has drafter.{key} = {before}, here it is {now}: give drafter.{key}={before}"
             )
-    elif isinstance(drafter, IndependentConfig | EagleConfig | GlideConfig):
-        _check_layers(init, drafter, spec, model)
     else:
-        raise ConfigError(
-            "init.layers is given, but only drafters of the types independent, eagle and glide are made of layers of "
-            "the target: leave it out, or give one of these types"
-        )
+        _check_layers(init, drafter, spec, model)
 
 
 def initialise(learner: Learner, init: InitialWeights, model: str) -> None:
@@ -76,7 +68,7 @@ def initialise(learner: Learner, init: InitialWeights, model: str) -> None:
     if init.drafter is not None:
         load_weights(Path(init.drafter), learner)
     else:
-        _fill_layers(learner, init.layers, model)
+        learner.load_target_layers(*_read_layers(init.layers, model))
 
 
 def initial_fingerprint(init: InitialWeights) -> str:
@@ -99,31 +91,23 @@ def _settings(drafter: Config, num_layers: int) -> dict[str, Any]:
     return values
 
 
-def _check_layers(
-    init: InitialWeights, drafter: IndependentConfig | EagleConfig | GlideConfig, spec: TargetSpec, model: str
-) -> None:
+def _check_layers(init: InitialWeights, drafter: DrafterConfigBase, spec: TargetSpec, model: str) -> None:
+    sizes = drafter.sizes_for_target_layers(spec, len(init.layers))
+    if sizes is None:
+        raise ConfigError(
+            "only drafter.type independent, eagle or glide can be initialised from target layers: leave init.layers "
+            "out, or set drafter.type to one of them"
+        )
     if max(init.layers) >= spec.num_layers:
         raise ConfigError(
             f"init.layers has {max(init.layers)}; the target's layers are 0 to {spec.num_layers - 1}: give some of them"
         )
-    if not isinstance(drafter, IndependentConfig) and len(init.layers) > 1:
+    if "num_layers" not in sizes and len(init.layers) > 1:
         raise ConfigError(
-            f"init.layers is {list(init.layers)}, but drafter.type {drafter.type} has one layer: give the number of one"
+            f"init.layers is {list(init.layers)}, but this drafter has a single layer: give exactly one, such as "
+            f"init.layers=[{spec.num_layers - 1}]"
         )
-    wanted = {
-        "layer.num_heads": (drafter.layer.num_heads, spec.num_heads),
-        "layer.num_kv_heads": (drafter.layer.num_kv_heads, spec.num_kv_heads),
-        "layer.intermediate_size": (drafter.layer.intermediate_size, spec.intermediate_size),
-    }
-    if isinstance(drafter, IndependentConfig):
-        wanted |= {
-            "num_layers": (drafter.num_layers, len(init.layers)),
-            "hidden_size": (drafter.hidden_size, spec.hidden_size),
-            "head_dim": (drafter.head_dim, spec.head_dim),
-        }
-    elif isinstance(drafter, GlideConfig):
-        wanted["num_cross_heads"] = (drafter.num_cross_heads, spec.num_heads)
-    for key, (given, needed) in wanted.items():
+    for key, (given, needed) in sizes.items():
         if given != needed:
             raise ConfigError(
                 f"drafter.{key} is {given}, but with init.layers={list(init.layers)} of this target it is {needed}: "
@@ -169,41 +153,13 @@ def _names(stored: dict[str, StoredTensor], layers: tuple[int, ...]) -> dict[int
     }
 
 
-@torch.no_grad()
-def _fill_layers(drafter: Learner, layers: tuple[int, ...], model: str) -> None:
-    """Copy whole layers, and the final norm of drafters that have one."""
+def _read_layers(layers: tuple[int, ...], model: str) -> tuple[list[Callable[[str], Tensor]], Tensor]:
+    """A reader of each layer's tensors, and the final norm."""
     stored = stored_tensors(resolve_folder(model))
 
     def read(name: str) -> Tensor:
         with safe_open(stored[name].path, framework="pt") as file:
             return file.get_tensor(name).float()
 
-    def reader(layer: int) -> Callable[[str], Tensor]:
-        return lambda name: read(f"model.layers.{layer}.{name}")
-
-    match drafter:
-        case Independent():
-            for own, layer in zip(drafter.blocks, layers, strict=True):
-                own.load_state_dict(layer_state(reader(layer), drafter.config.head_dim))
-            drafter.norm.weight.copy_(read("model.norm.weight"))
-        case Eagle():
-            drafter.layer.load_state_dict(layer_state(reader(layers[0]), drafter.spec.head_dim, has_input_norm=False))
-        case Glide():
-            _fill_glide(drafter, reader(layers[0]))
-            drafter.out_norm.weight.copy_(read("model.norm.weight"))
-        case _:
-            raise TypeError(f"{type(drafter).__name__} is not made of the target's layers")  # refused by check_initial
-
-
-def _fill_glide(drafter: Glide, read: Callable[[str], Tensor]) -> None:
-    """Give both attentions the layer's. If it is the target's last one, cross-attention reads the keys and values that
-    it was trained with."""
-    state = layer_state(read, drafter.spec.head_dim)
-    for part, module in (("attention", drafter.self_attention), ("mlp", drafter.mlp)):
-        prefix = f"{part}."
-        module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    drafter.cross_query.weight.copy_(read("self_attn.q_proj.weight"))  # turned by the target's own rotary embedding
-    drafter.cross_out.weight.copy_(state["attention.o_proj.weight"])
-    drafter.self_norm.weight.copy_(state["input_norm.weight"])
-    drafter.cross_norm.weight.copy_(state["input_norm.weight"])
-    drafter.mlp_norm.weight.copy_(state["mlp_norm.weight"])
+    readers = [lambda name, layer=layer: read(f"model.layers.{layer}.{name}") for layer in layers]
+    return readers, read("model.norm.weight")

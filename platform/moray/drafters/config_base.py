@@ -14,6 +14,7 @@ from moray.config import Config
 if TYPE_CHECKING:
     from moray.drafters.base import Drafter
     from moray.targets.head import TargetHead
+    from moray.targets.spec import TargetSpec
 
 
 class BlockConfig(Config):
@@ -31,6 +32,14 @@ class BlockConfig(Config):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
+
+    def sizes_for(self, spec: "TargetSpec") -> dict[str, tuple[int, int]]:
+        """By key of `layer`, each size as it is and as it is in the target."""
+        return {
+            "layer.num_heads": (self.num_heads, spec.num_heads),
+            "layer.num_kv_heads": (self.num_kv_heads, spec.num_kv_heads),
+            "layer.intermediate_size": (self.intermediate_size, spec.intermediate_size),
+        }
 
 
 class DrafterConfigBase(Config):
@@ -79,6 +88,11 @@ class DrafterConfigBase(Config):
     def predicts_features(self) -> bool:
         """Whether it predicts hidden states of the target, for the loss `losses.feature`."""
         return False
+
+    def sizes_for_target_layers(self, spec: "TargetSpec", num_layers: int) -> dict[str, tuple[int, int]] | None:
+        """By key, each size as it is and as it must be for `init.layers` with so many of the target's layers; None for
+        drafters that cannot be initialised from them."""
+        return None
 
 
 class TrainableBase(DrafterConfigBase):

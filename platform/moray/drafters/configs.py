@@ -15,6 +15,9 @@ from moray.drafters.config_base import BlockConfig, LayeredBase, ReadyBase, Trai
 from moray.drafters.installed import installed_drafters
 from moray.errors import ConfigError
 
+if TYPE_CHECKING:
+    from moray.targets.spec import TargetSpec
+
 
 class MoABase(LayeredBase):
     """Settings shared by MoA with one N of Target Layer Inference and with several."""
@@ -114,6 +117,9 @@ class EagleConfig(LayeredBase):
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
 
+    def sizes_for_target_layers(self, spec: "TargetSpec", num_layers: int) -> dict[str, tuple[int, int]]:
+        return self.layer.sizes_for(spec)
+
     @property
     def predicts_features(self) -> bool:
         return True
@@ -166,6 +172,9 @@ class GlideConfig(LayeredBase):
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.glide", "Glide"
 
+    def sizes_for_target_layers(self, spec: "TargetSpec", num_layers: int) -> dict[str, tuple[int, int]]:
+        return {**self.layer.sizes_for(spec), "num_cross_heads": (self.num_cross_heads, spec.num_heads)}
+
     @property
     def verified_period(self) -> tuple[int, int]:
         return self.block_size + 1, self.block_size + 2  # the verified position, then a block to predict
@@ -212,6 +221,14 @@ class IndependentConfig(LayeredBase):
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.independent", "Independent"
+
+    def sizes_for_target_layers(self, spec: "TargetSpec", num_layers: int) -> dict[str, tuple[int, int]]:
+        return {
+            "num_layers": (self.num_layers, num_layers),
+            "hidden_size": (self.hidden_size, spec.hidden_size),
+            "head_dim": (self.head_dim, spec.head_dim),
+            **self.layer.sizes_for(spec),
+        }
 
 
 class PretrainedConfig(ReadyBase):

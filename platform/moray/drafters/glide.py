@@ -19,6 +19,7 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.attention import attend, attend_each, without_known
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.hugging_face import layer_state
 from moray.drafters.common.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
@@ -66,6 +67,22 @@ class Glide(BatchedDrafter[GlideState]):
         self.out_norm = RMSNorm(width, eps)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
+
+    @torch.no_grad()
+    def load_target_layers(self, layers: Sequence[Callable[[str], Tensor]], final_norm: Tensor) -> None:
+        """Initialise self- and cross-attention from the same layer. Only the last layer's queries match the keys and
+        values that cross-attention reads."""
+        (read,) = layers
+        state = layer_state(read, self.spec.head_dim)
+        for part, module in (("attention.", self.self_attention), ("mlp.", self.mlp)):
+            own = {name.removeprefix(part): tensor for name, tensor in state.items() if name.startswith(part)}
+            module.load_state_dict(own)
+        self.self_norm.weight.copy_(state["input_norm.weight"])
+        self.cross_norm.weight.copy_(state["input_norm.weight"])
+        self.cross_query.weight.copy_(read("self_attn.q_proj.weight"))  # turned by the target's own rotary embedding
+        self.cross_out.weight.copy_(state["attention.o_proj.weight"])
+        self.mlp_norm.weight.copy_(state["mlp_norm.weight"])
+        self.out_norm.weight.copy_(final_norm)
 
     @property
     def needs(self) -> TapNeeds:

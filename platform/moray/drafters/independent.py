@@ -4,7 +4,7 @@ It reads nothing of the target but the text, so no memory is sent from target to
 2402.01528): few wide layers draft faster than many narrow ones of the same quality.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.attention import Reach
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.hugging_face import layer_state
 from moray.drafters.common.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
@@ -61,6 +62,12 @@ class Independent(BatchedDrafter[IndependentState]):
             nn.init.normal_(self.embedding.weight, std=0.02)
             nn.init.normal_(self.projection.weight, std=0.02)
             self._start_from_target()
+
+    @torch.no_grad()
+    def load_target_layers(self, layers: Sequence[Callable[[str], Tensor]], final_norm: Tensor) -> None:
+        for own, read in zip(self.blocks, layers, strict=True):
+            own.load_state_dict(layer_state(read, self.config.head_dim))
+        self.norm.weight.copy_(final_norm)
 
     @property
     def blocks(self) -> Sequence[SelfAttentionLayer]:

@@ -5,7 +5,7 @@ target's sizes and frozen head, never the target itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -117,6 +117,11 @@ class Learner(nn.Module, ABC):
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Choose the draft vocabulary from the token counts of the cache's responses; called once, before training."""
         self.vocabulary.choose(counts)
+
+    def load_target_layers(self, layers: Sequence[Callable[[str], Tensor]], final_norm: Tensor) -> None:
+        """Start from layers of the target, each a function that reads a tensor of it by its Hugging Face name, and from
+        its final norm. Only drafters whose configuration has `sizes_for_target_layers` can."""
+        raise NotImplementedError
 
     @property
     def num_parameters(self) -> int:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from moray.config import Config
 from moray.errors import ConfigError
 from moray.explain import one_line
-from moray.models import folder_of
+from moray.models import check_path, folder_of
 from moray.models.families import FAMILIES, check_family
 from moray.targets.stored import read_model_config, weight_files
 
@@ -214,9 +214,7 @@ def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.
     folder = folder_of(model) or Path(model)
     if (folder / "config.json").is_file():
         return folder
-    if folder.is_dir() or model.count("/") != 1 or model.startswith((".", "/", "runs/")):
-        problem = "no config.json there" if Path(model).exists() else "there is no such file or folder"
-        raise ConfigError(f"{field} '{model}': {problem}; give a Hugging Face model folder, a GGUF file or a hub name")
+    check_path(model, field)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

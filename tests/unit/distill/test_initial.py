@@ -86,7 +86,8 @@ def test_eagle_is_made_of_one_layer(tiny):
     assert isinstance(drafter, Eagle)
     layer = tiny.target.model.model.layers[3]
     assert torch.equal(drafter.layer.mlp.down.weight, layer.mlp.down_proj.weight)
-    assert torch.equal(drafter.layer.attention.qkv_proj.weight[-32:], layer.self_attn.v_proj.weight)
+    gain = layer.input_layernorm.weight  # the drafter's layer has no input norm of its own
+    torch.testing.assert_close(drafter.layer.attention.qkv_proj.weight[-32:], layer.self_attn.v_proj.weight * gain)
     assert torch.equal(drafter.layer.mlp_norm.weight, layer.post_attention_layernorm.weight)
 
 
@@ -105,14 +106,18 @@ def test_glide_of_the_last_layer_finishes_the_target_s_pass(tiny):
         out.hidden_states[-2], positions, lambda query: attend(query, last.keys, last.values, "causal")
     )
     torch.testing.assert_close(finished, out.hidden_states[-1], atol=1e-5, rtol=1e-5)
-    assert torch.equal(drafter.self_attention.o_proj.weight, drafter.cross_out.weight)
+    layer, x = tiny.target.model.model.layers[3], torch.randn(1, 9, 64)
+    rotary = model.model.rotary_emb(x, torch.arange(9)[None])
+    attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
+    own = drafter._attend_to_itself(x, drafter.rotary.rows(0, 9))
+    torch.testing.assert_close(own, x + attended, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("drafter", "layers", "message"),
     [
-        (MedusaConfig(type="medusa"), (0,), r"only drafters of the types independent, eagle and glide"),
-        (EagleConfig(type="eagle", layer=BLOCK), (0, 3), r"is \[0, 3\], but drafter.type eagle has one layer"),
+        (MedusaConfig(type="medusa"), (0,), r"only drafter.type independent, eagle or glide can be"),
+        (EagleConfig(type="eagle", layer=BLOCK), (0, 3), r"is \[0, 3\], but this drafter has a single layer: .*\[3\]$"),
         (
             EagleConfig(type="eagle", layer=BLOCK.model_copy(update={"intermediate_size": 64})),
             (3,),
