@@ -68,8 +68,8 @@ class InitialWeights(Config):
     """What a new drafter starts from, in place of random weights: layers of the target, or another drafter."""
 
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Target layers, from 0, to initialise the drafter's layers from; exactly one for eagle and glide. The final norm
-    is copied too if the drafter has one."""
+    """Target layers, from 0, to initialise the drafter's layers from; exactly one for glide. The final norm is copied
+    too."""
     drafter: str | None = None
     """Folder of a drafter of the same settings, for the same target, to train further; null for none."""
 

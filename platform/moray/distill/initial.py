@@ -95,8 +95,8 @@ def _check_layers(init: InitialWeights, drafter: DrafterConfigBase, spec: Target
     sizes = drafter.sizes_for_target_layers(spec, len(init.layers))
     if sizes is None:
         raise ConfigError(
-            "only drafter.type independent, eagle or glide can be initialised from target layers: leave init.layers "
-            "out, or set drafter.type to one of them"
+            "only drafter.type independent or glide can be initialised from target layers: leave init.layers out, or "
+            "set drafter.type to one of them"
         )
     if max(init.layers) >= spec.num_layers:
         raise ConfigError(

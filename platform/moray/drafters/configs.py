@@ -117,9 +117,6 @@ class EagleConfig(LayeredBase):
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
 
-    def sizes_for_target_layers(self, spec: "TargetSpec", num_layers: int) -> dict[str, tuple[int, int]]:
-        return self.layer.sizes_for(spec)
-
     @property
     def predicts_features(self) -> bool:
         return True

@@ -9,7 +9,7 @@ While drafting, features past the last verified token are the drafter's own. Wit
 2406.16858), which changes only the tree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,6 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.features import FeatureState, features_before, keep_drafted
-from moray.drafters.common.hugging_face import layer_state
 from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
@@ -45,14 +44,6 @@ class Eagle(BatchedDrafter[FeatureState]):
         )
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
-
-    @torch.no_grad()
-    def load_target_layers(self, layers: Sequence[Callable[[str], Tensor]], final_norm: Tensor) -> None:
-        """Its layer has no input norm, so that norm's gain goes into the projections that read the normed input."""
-        (read,) = layers
-        state = layer_state(read, self.spec.head_dim, has_input_norm=False)
-        state["attention.qkv_proj.weight"] *= read("input_layernorm.weight")
-        self.layer.load_state_dict(state)
 
     @property
     def needs(self) -> TapNeeds:

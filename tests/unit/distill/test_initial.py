@@ -16,8 +16,7 @@ from moray.distill.initial import check_initial, initial_fingerprint, initialise
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.common.attention import attend
 from moray.drafters.config_base import BlockConfig
-from moray.drafters.configs import Eagle3Config, EagleConfig, GlideConfig, IndependentConfig, MedusaConfig
-from moray.drafters.eagle import Eagle
+from moray.drafters.configs import Eagle3Config, EagleConfig, GlideConfig, IndependentConfig
 from moray.drafters.glide import Glide
 from moray.drafters.independent import Independent
 from moray.errors import ConfigError, DataError, MismatchError
@@ -78,19 +77,6 @@ def test_layers_that_do_not_fit_are_refused_with_what_would(tiny, layers, change
         check_initial(InitialWeights(layers=layers), config_of(**changed), str(tiny.folder), TEXT)
 
 
-def test_eagle_is_made_of_one_layer(tiny):
-    init, config = InitialWeights(layers=(3,)), EagleConfig(type="eagle", layer=BLOCK)
-    check_initial(init, config, str(tiny.folder), TEXT)
-    drafter = build(tiny, config)
-    initialise(drafter, init, str(tiny.folder))
-    assert isinstance(drafter, Eagle)
-    layer = tiny.target.model.model.layers[3]
-    assert torch.equal(drafter.layer.mlp.down.weight, layer.mlp.down_proj.weight)
-    gain = layer.input_layernorm.weight  # the drafter's layer has no input norm of its own
-    torch.testing.assert_close(drafter.layer.attention.qkv_proj.weight[-32:], layer.self_attn.v_proj.weight * gain)
-    assert torch.equal(drafter.layer.mlp_norm.weight, layer.post_attention_layernorm.weight)
-
-
 @torch.no_grad()
 def test_glide_of_the_last_layer_finishes_the_target_s_pass(tiny):
     init = InitialWeights(layers=(3,))
@@ -116,10 +102,14 @@ def test_glide_of_the_last_layer_finishes_the_target_s_pass(tiny):
 @pytest.mark.parametrize(
     ("drafter", "layers", "message"),
     [
-        (MedusaConfig(type="medusa"), (0,), r"only drafter.type independent, eagle or glide can be"),
-        (EagleConfig(type="eagle", layer=BLOCK), (0, 3), r"is \[0, 3\], but this drafter has a single layer: .*\[3\]$"),
+        (EagleConfig(type="eagle", layer=BLOCK), (3,), r"only drafter.type independent or glide can be"),
         (
-            EagleConfig(type="eagle", layer=BLOCK.model_copy(update={"intermediate_size": 64})),
+            GlideConfig(type="glide", layer=BLOCK, num_cross_heads=4),
+            (0, 3),
+            r"is \[0, 3\], but this drafter has a single layer: .*\[3\]$",
+        ),
+        (
+            GlideConfig(type="glide", layer=BLOCK.model_copy(update={"intermediate_size": 64}), num_cross_heads=4),
             (3,),
             r"drafter.layer.intermediate_size is 64, .* it is 96",
         ),
