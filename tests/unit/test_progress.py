@@ -97,12 +97,8 @@ def test_starting_does_not_count_for_the_speed_once_work_is_under_way(console):
         clock.time += 4.0
         progress.advance(1_000)
         progress.tell()
-    assert [line.partition(", ")[2].partition(" tokens/s")[0] for line in printed(console)[:4]] == [
-        "111",
-        "200",
-        "1,000",
-        "250",
-    ]
+    speeds = [line.partition(", ")[2].partition(" tokens/s")[0] for line in printed(console)[:4]]
+    assert speeds == ["111", "200", "1,000", "250"]
 
 
 def test_what_several_workers_finish_together_does_not_count_as_speed(console):
