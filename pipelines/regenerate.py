@@ -7,6 +7,7 @@ After a kill, the same command resumes with the missing parts.
 
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.config import run_entry_point
+from moray.drafters.configs import TrainedConfig
 
 
 def main(config: RegenerateConfig) -> None:
@@ -15,8 +16,13 @@ def main(config: RegenerateConfig) -> None:
     from moray.data.ultrachat import check_files
     from moray.models import check_path
 
-    check_files(config.chats)  # both report what is missing before Ray starts
+    check_files(config.chats)  # all three report what is missing before Ray starts
     check_path(config.target.model)
+    if isinstance(config.drafter, str | TrainedConfig):
+        from moray.drafters.checkpoint import read_contract  # imports torch
+        from moray.drafters.loading import folder_of
+
+        read_contract(folder_of(config.drafter))
     with ray_session(config.ray):
         from moray.cluster.caching.regenerate import regenerate
 

@@ -5,7 +5,7 @@ import pytest
 from moray.cluster import session
 from moray.cluster.training import resume
 from moray.config import load_config
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.models import check_path
 from pipelines import cache_activations, distill, regenerate
 
@@ -24,6 +24,13 @@ def test_missing_targets_and_chats(pipeline, chats, message, tmp_path):
     words = [f"target.model={tmp_path}/none.gguf", f"chats.path={chats.format(tmp_path)}", f"output={tmp_path}/out"]
     with pytest.raises(ConfigError, match=message):
         pipeline.main(load_config(pipeline.CONFIG, words))
+
+
+def test_a_missing_drafter_that_answers_chats(tmp_path):
+    (tmp_path / "config.json").touch()
+    words = [f"target.model={tmp_path}", f"chats.path={CHATS}", f"drafter={tmp_path}/none", f"output={tmp_path}/out"]
+    with pytest.raises(DataError, match="none' holds no drafter"):
+        regenerate.main(load_config(regenerate.CONFIG, words))
 
 
 @pytest.mark.parametrize(
