@@ -29,8 +29,9 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
 from moray.errors import RankError
 from moray.targets.head import TargetHead
+from moray.targets.linear.compiled import CompiledKernels, load_kernels
+from moray.targets.linear.kernels import ALL_ROWS, Kernels
 from moray.targets.model import Target
-from moray.targets.packed_linear import Kernels
 from moray.targets.parallel.plan import plan_ranks
 from moray.targets.parallel.target import ParallelTarget
 from moray.targets.parallel.weights import load_part
@@ -129,8 +130,10 @@ def test_packed_weights_give_the_same_numbers(both):
         return one.logits(one.forward(tokens, torch.arange(20)[None], None, one.new_cache(20)).last)
 
     wanted = logits(whole.target)
-    for packed_from in (None, 50, 1):
-        target.pack_all_ranks(Kernels(packed_from, reason=""))
+    compiled = [50, ALL_ROWS] if isinstance(load_kernels(), CompiledKernels) else []
+    choices = [(None, 0), (50, 0), (1, 0), *((None, up_to) for up_to in compiled)]
+    for packed_from, compiled_up_to in choices:
+        target.pack_all_ranks(Kernels(packed_from, "", compiled_up_to=compiled_up_to))
         torch.testing.assert_close(logits(target), wanted, atol=CLOSE, rtol=0)
 
 

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from moray.targets.attention import grouped_attention
-from moray.targets.packed_linear import PLAIN, Kernels, PackedWeight, is_stock
+from moray.targets.linear.kernels import PLAIN, Kernels, is_stock
+from moray.targets.linear.weights import PackedWeight
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
 

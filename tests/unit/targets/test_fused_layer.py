@@ -10,12 +10,13 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.targets import model as model_module
-from moray.targets import packed_linear
 from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
 from moray.targets.huge_pages import _pieces
+from moray.targets.linear import choice
+from moray.targets.linear.kernels import Kernels, stock_kernels
+from moray.targets.linear.weights import PackedLinear
 from moray.targets.model import Target
-from moray.targets.packed_linear import Kernels, PackedLinear, stock_kernels
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import DynamicShape
 
@@ -152,7 +153,7 @@ def test_layers_are_fused_where_torch_s_own_kernels_are_faster(tiny, monkeypatch
 
 def test_without_memory_for_copies_layers_are_not_fused(tiny, monkeypatch):
     monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
-    monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(choice, "_free_bytes", lambda: 1 << 10)
     target = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
     assert not target.is_fused
     assert target.kernels is not None

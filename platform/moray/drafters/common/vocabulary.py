@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.targets.packed_linear import Kernels, PackedWeight
+from moray.targets.linear.kernels import Kernels
+from moray.targets.linear.weights import PackedWeight
 
 
 class DraftVocabulary(nn.Module):

@@ -21,8 +21,8 @@ import torch
 
 from moray.config import Config
 from moray.errors import MorayError, RankError
+from moray.targets.linear.kernels import Kernels
 from moray.targets.model import rank_device, read_eos_ids
-from moray.targets.packed_linear import Kernels
 from moray.targets.parallel.caches import Splittable, new_part
 from moray.targets.parallel.group import Command, RankGroup
 from moray.targets.parallel.plan import RankPlan, plan_ranks
@@ -84,7 +84,7 @@ class Follower:
             case "logits":
                 gather_logits(self.target, self.group, self.plans, self._shared(command["shape"], self.target.dtype))
             case "kernels":
-                self.target.pack_part(Kernels(command["packed_from"], ""))
+                self.target.pack_part(Kernels(command["packed_from"], "", compiled_up_to=command["compiled_up_to"]))
             case other:
                 raise ValueError(f"unknown command {other!r}")
 

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.errors import RankError
+from moray.targets.linear.kernels import Kernels
 from moray.targets.model import Target, TargetOutput, read_eos_ids
-from moray.targets.packed_linear import Kernels
 from moray.targets.parallel.caches import join_heads, leaders_class
 from moray.targets.parallel.group import Command, RankGroup
 from moray.targets.parallel.plan import RankPlan
@@ -85,7 +85,8 @@ class ParallelTarget(RankTarget):
 
     def pack_all_ranks(self, kernels: Kernels) -> None:
         """Let all ranks compute with these kernels on a CPU."""
-        with self._all_ranks({"do": "kernels", "packed_from": kernels.packed_from}):
+        choice = {"packed_from": kernels.packed_from, "compiled_up_to": kernels.compiled_up_to}
+        with self._all_ranks({"do": "kernels", **choice}):
             self.pack_part(kernels)
 
     def check_ranks(self) -> None:

@@ -1,0 +1,234 @@
+"""Which kernels compute linear layers fastest on this CPU.
+
+That depends on the CPU and its BLAS, so it is measured at load, on the model's own weights, as passes read them:
+joined (see `targets.fused_layer`) and in huge pages. Models whose weights stay in cache are left as they are: they
+gain little, and results stay the same in every process. For a larger model another process may choose other kernels,
+and its results may then differ in the last bits.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moray.targets.huge_pages import move_to_huge_pages
+from moray.targets.linear.compiled import UnavailableError, load_kernels
+from moray.targets.linear.kernels import ALL_ROWS, PLAIN, Kernels
+from moray.targets.linear.weights import PackedWeight, has_packed_kernels
+
+_MIN_BYTES = 16 << 20
+"""Total size of all weights below which nothing is packed."""
+_TRIED_BYTES = 128 << 20
+"""Maximum bytes of weights that are measured: more than a core's own cache holds, as in a real pass."""
+_ROWS = (1, 2, 4, 8, 17, 64)
+"""Row counts that are measured: a plain step, the shortest draft, chains, a tree, a short prompt."""
+_REPEATS = 9
+"""How often all kernels are timed for each row count."""
+_MAX_SECONDS = 2.0
+"""On a busy machine, timing for one row count stops after this time, once all have run twice."""
+_GAIN = 1.05
+"""Copies of weights are made if they are this many times as fast as what is there without. Smaller differences are
+noise."""
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""How far results may be from torch's, as a share of their norm, by dtype. Another order of summing makes a tenth of
+this; products in a smaller format, which oneDNN may be told to use, make more."""
+
+Gains = dict[str, dict[int, float]]
+"""How many times as fast as torch's a kind of kernels is, by row count."""
+
+
+@torch.inference_mode()
+def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_processes: int = 1) -> Kernels:
+    """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
+
+    Compiled ones are used for few rows and packed weights for many, as far as they are the fastest.
+    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. Each of
+    `num_processes` processes on this machine copies this many weights.
+    """
+    if stay_in_cache(weights):
+        return PLAIN
+    kinds, missing = _kinds_for(weights, weights[0].dtype)
+    if not kinds:
+        return _stock(f"there are no others for this CPU and number format{missing}")
+    if shortage := memory_shortage(weights, num_processes):
+        return _stock(shortage)
+    gains, differences = _measure(weights, kinds)
+    imprecise = {kind: error for kind, error in differences.items() if error > _ROUNDING[weights[0].dtype]}
+    for kind, error in imprecise.items():
+        missing += f"; results of {kind} ones differ by {error:.1e} of their norm, which is more than rounding"
+        del gains[kind]
+    if may_round and weights[0].dtype == torch.float32 and (rounded := _rounded_kernels(weights, gains)) is not None:
+        return rounded
+    compiled_up_to = _compiled_up_to(gains, others=_best_of({**gains, "compiled": {}}))
+    packed_from = _first_gain({rows: gain for rows, gain in gains.get("packed", {}).items() if rows > compiled_up_to})
+    if compiled_up_to and packed_from is not None and memory_shortage(weights, 2 * num_processes):
+        packed_from = None
+    if not compiled_up_to and packed_from is None:
+        return _stock(f"no others are faster{_said(gains)}{missing}")
+    which = _which(compiled_up_to, packed_from)
+    return Kernels(packed_from, f"linear layers: {which}{_said(gains)}{missing}", None, compiled_up_to)
+
+
+def stay_in_cache(weights: Sequence[Tensor]) -> bool:
+    """Whether weights are so small that a CPU keeps them in its cache; nothing is measured for them."""
+    return _num_bytes(weights) < _MIN_BYTES
+
+
+def memory_shortage(weights: Sequence[Tensor], num_processes: int = 1) -> str:
+    """Why there is too little memory for copies of these weights in so many processes; empty if there is enough."""
+    free, taken = _free_bytes(), _num_bytes(weights) * num_processes
+    if 2 * taken <= free:
+        return ""
+    return f"copies of them take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free"
+
+
+def _num_bytes(weights: Sequence[Tensor]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def _kinds_for(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[str], str]:
+    """The kinds of kernels that can compute these weights in this dtype, and why there are no compiled ones."""
+    kinds, missing = [], ""
+    kernels = load_kernels() if dtype in _ROUNDING else None
+    if isinstance(kernels, UnavailableError):
+        missing = f"; no compiled ones: {kernels}"
+    elif kernels is not None and all(kernels.can_compute(weight, dtype) for weight in weights):
+        kinds.append("compiled")
+    if all(weight.dtype in _ROUNDING for weight in weights) and has_packed_kernels(dtype):
+        kinds.append("packed")
+    return kinds, missing
+
+
+def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
+    """Kernels that read float32 weights in bfloat16, if that is faster at every row count."""
+    kinds, _ = _kinds_for(weights, torch.bfloat16)
+    if not kinds:
+        return None
+    gains, _ = _measure(weights, kinds, torch.bfloat16)
+    best, best_exact = _best_of(gains), _best_of(exact)
+    if not all(gain >= _GAIN * max(best_exact.get(rows, 1.0), 1.0) for rows, gain in best.items()):
+        return None
+    compiled_up_to = _compiled_up_to(gains, others=gains.get("packed", {}))
+    packed_from = None if compiled_up_to == ALL_ROWS else compiled_up_to + 1
+    reason = f"linear layers: weights in bfloat16, {_which(compiled_up_to, packed_from)}{_said(gains, 'in float32')}"
+    return Kernels(packed_from, reason, torch.bfloat16, compiled_up_to)
+
+
+def _compiled_up_to(gains: Gains, others: Mapping[int, float]) -> int:
+    """The largest row count up to which compiled kernels are the fastest; 0 if that gains nothing."""
+    up_to, most = 0, 0.0
+    for rows, gain in gains.get("compiled", {}).items():
+        other = max(others.get(rows, 1.0), 1.0)
+        if gain < other:
+            break
+        up_to, most = rows, max(most, gain / other)
+    return 0 if most < _GAIN else ALL_ROWS if up_to == _ROWS[-1] else up_to
+
+
+def _best_of(gains: Gains) -> dict[int, float]:
+    """The highest gain at each row count."""
+    return {rows: max(gain[rows] for gain in gains.values() if gain) for rows in _ROWS if any(gains.values())}
+
+
+def _first_gain(gains: Mapping[int, float]) -> int | None:
+    """The first row count at which packed weights are faster, and slower at none above it."""
+    for rows, gain in gains.items():
+        if gain >= _GAIN and min(after for more, after in gains.items() if more >= rows) >= 1 / _GAIN:
+            return rows
+    return None
+
+
+def _which(compiled_up_to: int, packed_from: int | None) -> str:
+    """For example "compiled kernels for up to 17 rows, packed weights for 64 and more"."""
+    parts = []
+    if compiled_up_to:
+        parts.append("compiled kernels" + ("" if compiled_up_to == ALL_ROWS else f" for up to {compiled_up_to} rows"))
+    if packed_from is not None:
+        parts.append("packed weights" + (f" for {packed_from} rows and more" if packed_from > 1 else ""))
+    if compiled_up_to < ALL_ROWS and packed_from != 1 and packed_from != compiled_up_to + 1:
+        parts.append("torch's own for others")
+    return ", ".join(parts)
+
+
+def _said(gains: Gains, of_torch: str = "") -> str:
+    """For example "; times as fast as torch's with 1 and 2 rows: compiled 2.50 and 2.61, packed 1.71 and 1.70"."""
+
+    def listed(items: list[str]) -> str:
+        return f"{', '.join(items[:-1])} and {items[-1]}"
+
+    figures = [f"{kind} {listed([f'{gain:.2f}' for gain in by_rows.values()])}" for kind, by_rows in gains.items()]
+    which = f"torch's {of_torch}".strip()
+    return f"; times as fast as {which} with {listed([*map(str, _ROWS)])} rows: {'; '.join(figures)}" if figures else ""
+
+
+def _stock(reason: str) -> Kernels:
+    return Kernels(None, f"linear layers: torch's own kernels, because {reason}")
+
+
+def _measure(
+    weights: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype | None = None
+) -> tuple[Gains, dict[str, float]]:
+    """Compare kinds of kernels with torch's on some of the weights, rounded to `dtype` and in huge pages.
+
+    Returns:
+        The gains, and the largest difference of each kind's results, as a share of the results' norm.
+    """
+    tried: list[Tensor] = []
+    for weight in weights:
+        if tried and sum(one.nbytes for one in tried) + weight.nbytes > _TRIED_BYTES:
+            break
+        tried.append(weight)
+    copies = {kind: [PackedWeight(weight, _only(kind, dtype)) for weight in tried] for kind in kinds}
+    move_to_huge_pages(max_seconds=2.0)
+    gains: Gains = {kind: {} for kind in kinds}
+    differences = dict.fromkeys(kinds, 0.0)
+    for rows in _ROWS:
+        inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
+        plain, *others = _seconds(
+            [partial(F.linear, x, weight) for x, weight in zip(inputs, tried, strict=True)],
+            *[[partial(one.linear, x) for x, one in zip(inputs, own, strict=True)] for own in copies.values()],
+        )
+        for kind, seconds in zip(kinds, others, strict=True):
+            gains[kind][rows] = plain / seconds
+        for x, weight, *own in zip(inputs, tried, *copies.values(), strict=True):
+            expected = F.linear(x, weight).double()
+            for kind, one in zip(kinds, own, strict=True):
+                error = float((one.linear(x).double() - expected).norm() / expected.norm())
+                differences[kind] = max(differences[kind], error)
+    return gains, differences
+
+
+def _only(kind: str, dtype: torch.dtype | None) -> Kernels:
+    """This kind of kernels for any number of rows."""
+    if kind == "compiled":
+        return Kernels(None, "", dtype, compiled_up_to=ALL_ROWS)
+    return Kernels(1, "", dtype)
+
+
+def _seconds(*runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each run: the shortest time of each of its products, added up.
+
+    Runs alternate. A product takes about a millisecond, so in several turns each is likely to be timed once without
+    other work beside it; a whole run is not.
+    """
+    shortest = [[float("inf")] * len(run) for run in runs]
+    end = time.perf_counter() + _MAX_SECONDS
+    for turn in range(_REPEATS):
+        if turn > 1 and time.perf_counter() > end:
+            break
+        for run, best in zip(runs, shortest, strict=True):
+            for index, product in enumerate(run):
+                begin = time.perf_counter()
+                product()
+                best[index] = min(best[index], time.perf_counter() - begin)
+    return [sum(best) for best in shortest]
+
+
+def _free_bytes() -> int:
+    """Memory that is available on this machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
