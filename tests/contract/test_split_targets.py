@@ -29,8 +29,8 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
 from moray.errors import RankError
 from moray.targets.head import TargetHead
-from moray.targets.linear.compiled import CompiledKernels, load_kernels
-from moray.targets.linear.kernels import ALL_ROWS, Kernels
+from moray.targets.kernels.compiled import CompiledKernels, load_kernels
+from moray.targets.kernels.kinds import ALL_ROWS, Kernels
 from moray.targets.model import Target
 from moray.targets.parallel.plan import plan_ranks
 from moray.targets.parallel.target import ParallelTarget

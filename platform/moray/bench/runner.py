@@ -23,7 +23,7 @@ from moray.decoding.planning.fitting import depth_notice, is_too_deep
 from moray.decoding.sampling.stop import StopStrings
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
-from moray.targets.linear.kernels import stock_kernels
+from moray.targets.kernels.kinds import stock_kernels
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 from moray.trees.shapes import AnyShape

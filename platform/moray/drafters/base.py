@@ -19,8 +19,8 @@ from moray.drafters.config_base import DrafterConfigBase, TrainableBase
 from moray.drafters.learner import DraftOutput, DraftView, Learner
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.targets.linear.choice import choose_kernels
-from moray.targets.linear.weights import linear_weights, pack_linears
+from moray.targets.kernels.choice import choose_kernels
+from moray.targets.kernels.weights import linear_weights, pack_linears
 from moray.trees.grow import SelectMany, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree

@@ -2,8 +2,9 @@
 
 A pass over few tokens is so short that the number of operations matters. transformers computes a layer in about sixty
 operations, seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate
-and up projections, and norms and rotations take half the operations. The results equal those of transformers up to
-rounding.
+and up projections, and norms and rotations take half the operations. Where Moray's own kernels are used (see
+`targets.kernels`), a pass of few tokens takes one operation before attention and one behind it. The results equal those
+of transformers up to rounding.
 
 Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
 joined ones are copies, not pages of the model's file, so that they can lie in huge pages. The layer's own forward pass
@@ -18,8 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from moray.targets.attention import grouped_attention
-from moray.targets.linear.kernels import PLAIN, Kernels, is_stock
-from moray.targets.linear.weights import PackedWeight
+from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
+from moray.targets.kernels.kinds import PLAIN, Kernels, is_stock
+from moray.targets.kernels.layer import BeforeAttention, BehindAttention
+from moray.targets.kernels.weights import PackedWeight
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
 
@@ -34,8 +37,7 @@ def fuse_layers(model: Any) -> list[Tensor]:
 def pack_layers(model: Any, kernels: Kernels) -> None:
     """Let fused layers compute with these kernels."""
     for layer in model.model.layers:
-        for joined in layer.forward.products:
-            joined.pack(kernels)
+        layer.forward.pack(kernels)
 
 
 class FusedLayer:
@@ -59,6 +61,18 @@ class FusedLayer:
         self._input_norm = _Norm(layer.input_layernorm)
         self._mlp_norm = _Norm(layer.post_attention_layernorm)
         self._head_norm = _head_norm(attention, self._num_heads, self._num_kv_heads)
+        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._compiled_up_to = 0
+        self._before: BeforeAttention | None = None
+        self._behind: BehindAttention | None = None
+
+    def pack(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        for joined in self.products:
+            joined.pack(kernels)
+        self._compiled_up_to = kernels.compiled_up_to
+        self._before = self._compiled_before() if kernels.compiled_up_to else None
+        self._behind = self._compiled_behind() if kernels.compiled_up_to else None
 
     def __call__(
         self,
@@ -82,18 +96,53 @@ class FusedLayer:
                 **others,
             )
         batch, new, _ = hidden_states.shape
+        query, key, value = self._heads(hidden_states, position_embeddings)
+        key, value = past_key_values.update(key, value, self._layer_number)
+        attended, _ = grouped_attention(self._attention, query, key, value, attention_mask, self._scaling)
+        return self._output(hidden_states, attended.reshape(batch, new, -1))
+
+    def _heads(self, hidden_states: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [batch, heads, new, head_dim] each; the first two rotated."""
+        batch, new, _ = hidden_states.shape
+        if self._before is not None and batch * new <= self._compiled_up_to and len(rotation[0]) == batch:
+            heads = self._before(hidden_states, rotation)
+            return heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         heads = self._qkv(self._input_norm(hidden_states)).view(batch, new, -1, self._head_dim).transpose(1, 2)
         turned, value = heads.split((self._num_heads + self._num_kv_heads, self._num_kv_heads), dim=1)
         if self._head_norm is not None:
             turned = self._head_norm(turned)
-        query, key = position_embeddings.turn(turned).split((self._num_heads, self._num_kv_heads), dim=1)
-        key, value = past_key_values.update(key, value, self._layer_number)
-        attended, _ = grouped_attention(self._attention, query, key, value, attention_mask, self._scaling)
-        hidden = hidden_states + self._out(attended.reshape(batch, new, -1))
-        if self._mlp._compiled_call_impl is not None:
+        return *rotation.turn(turned).split((self._num_heads, self._num_kv_heads), dim=1), value
+
+    def _output(self, hidden_states: Tensor, attended: Float[Tensor, "batch new inner"]) -> Tensor:
+        """The layer's output, from its input and what attention gives."""
+        is_mlp_compiled = self._mlp._compiled_call_impl is not None  # by torch
+        batch, new, _ = hidden_states.shape
+        if self._behind is not None and batch * new <= self._compiled_up_to and not is_mlp_compiled:
+            return self._behind(attended, hidden_states)
+        hidden = hidden_states + self._out(attended)
+        if is_mlp_compiled:
             return hidden + self._mlp(self._mlp_norm(hidden))
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._activation(gate).mul_(up))
+
+    def _compiled_before(self) -> BeforeAttention | None:
+        qkv, norm = self._qkv.compiled, self._norms[0]
+        if qkv is None or self._head_norm is not None:
+            return None
+        num_turned = self._num_heads + self._num_kv_heads
+        weight, epsilon = norm.weight.data, norm.variance_epsilon
+        return BeforeAttention(loaded_kernels(), weight, epsilon, qkv, self._qkv.bias, num_turned, self._head_dim)
+
+    def _compiled_behind(self) -> BehindAttention | None:
+        parts, norm = (self._out, self._gate_up, self._down), self._norms[1]
+        out, gate_up, down = (part.compiled for part in parts)
+        if out is None or gate_up is None or down is None or not isinstance(self._activation, nn.SiLU):
+            return None
+        if any(part.sums_ranks for part in parts):
+            return None
+        biases = (self._out.bias, self._gate_up.bias, self._down.bias)
+        weights = (out, gate_up, down)
+        return BehindAttention(loaded_kernels(), norm.weight.data, norm.variance_epsilon, weights, biases)
 
     def _is_stock_wanted(self) -> bool:
         return is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -109,14 +158,24 @@ class _Joined:
         self.pack(PLAIN)
         self._sum = linears[0].sum_ranks if isinstance(linears[0], RowParallelLinear) else None
         biases = [self.weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
-        self._bias = None if all(one.bias is None for one in linears) else torch.cat(biases)
+        self.bias = None if all(one.bias is None for one in linears) else torch.cat(biases)
 
     def pack(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._packed = PackedWeight(self.weight, kernels)
 
+    @property
+    def compiled(self) -> CompiledWeight | None:
+        """The copy that Moray's own kernels read, if they are used."""
+        return self._packed.compiled
+
+    @property
+    def sums_ranks(self) -> bool:
+        """Whether the results of several processes are added up."""
+        return self._sum is not None
+
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._packed.linear(x, self._bias)
+        out = self._packed.linear(x, self.bias)
         return out if self._sum is None else self._sum(out)
 
 

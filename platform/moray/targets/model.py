@@ -20,10 +20,10 @@ from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
 from moray.targets.fused_layer import fuse_layers, pack_layers
 from moray.targets.huge_pages import move_to_huge_pages
+from moray.targets.kernels.choice import choose_kernels, memory_shortage, stay_in_cache
+from moray.targets.kernels.kinds import PLAIN, Kernels
+from moray.targets.kernels.weights import PackedLinear, linear_weights
 from moray.targets.kv_cache import KVCache
-from moray.targets.linear.choice import choose_kernels, memory_shortage, stay_in_cache
-from moray.targets.linear.kernels import PLAIN, Kernels
-from moray.targets.linear.weights import PackedLinear, linear_weights
 from moray.targets.loading import load_causal_lm
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
@@ -79,7 +79,7 @@ class Target:
         """Load the weights in `config.dtype` onto `config.device`; errors call the model `field`.
 
         `packs` makes small passes faster on a CPU: layers are fused, weights move to huge pages, and those for which it
-        pays are packed (see `targets.linear`). It takes seconds and gains nothing in passes of hundreds of
+        pays are packed (see `targets.kernels`). It takes seconds and gains nothing in passes of hundreds of
         tokens: caching does without.
 
         Raises:

@@ -13,9 +13,10 @@ from moray.targets import model as model_module
 from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
 from moray.targets.huge_pages import _pieces
-from moray.targets.linear import choice
-from moray.targets.linear.kernels import Kernels, stock_kernels
-from moray.targets.linear.weights import PackedLinear
+from moray.targets.kernels import choice
+from moray.targets.kernels.compiled import CompiledKernels, load_kernels
+from moray.targets.kernels.kinds import Kernels, stock_kernels
+from moray.targets.kernels.weights import PackedLinear
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import DynamicShape
@@ -28,16 +29,20 @@ MORE = {
     "wide heads": {"family": "llama", "head_dim": 24, "num_key_value_heads": 4},
 }
 CASES = TARGETS | MORE
+KINDS = {"packed": PACKED}
+if isinstance(load_kernels(), CompiledKernels):
+    KINDS["compiled"] = Kernels(None, "for a test", compiled_up_to=25)  # of two prompts of 11 and 14 tokens, one
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[(case, kind) for kind in KINDS for case in CASES], ids=" ".join)
 def tiny(request, tmp_path_factory):
-    options = dict(CASES[request.param])
+    case, kind = request.param
+    options = dict(CASES[case])
     folder = save_target(tmp_path_factory.mktemp("fused"), options.pop("family"), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "stay_in_cache", lambda weights: False)
-        patch.setattr(model_module, "choose_kernels", lambda weights, **_: PACKED)
-        return TinyTarget(request.param, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+        patch.setattr(model_module, "choose_kernels", lambda weights, **_: KINDS[kind])
+        return TinyTarget(case, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
 
 
 def passes(target: Target, num_rows: int = 2) -> list[torch.Tensor]:

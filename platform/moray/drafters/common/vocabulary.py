@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.targets.linear.kernels import Kernels
-from moray.targets.linear.weights import PackedWeight
+from moray.targets.kernels.kinds import Kernels
+from moray.targets.kernels.weights import PackedWeight
 
 
 class DraftVocabulary(nn.Module):

@@ -21,7 +21,7 @@ import torch
 
 from moray.config import Config
 from moray.errors import MorayError, RankError
-from moray.targets.linear.kernels import Kernels
+from moray.targets.kernels.kinds import Kernels
 from moray.targets.model import rank_device, read_eos_ids
 from moray.targets.parallel.caches import Splittable, new_part
 from moray.targets.parallel.group import Command, RankGroup

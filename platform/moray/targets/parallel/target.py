@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.errors import RankError
-from moray.targets.linear.kernels import Kernels
+from moray.targets.kernels.kinds import Kernels
 from moray.targets.model import Target, TargetOutput, read_eos_ids
 from moray.targets.parallel.caches import join_heads, leaders_class
 from moray.targets.parallel.group import Command, RankGroup

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moray.targets.linear import weights
-from moray.targets.linear.compiled import CompiledKernels, load_kernels
-from moray.targets.linear.kernels import ALL_ROWS, Kernels, stock_kernels
-from moray.targets.linear.weights import PackedLinear, PackedWeight, has_packed_kernels, pack_linears
+from moray.targets.kernels import weights
+from moray.targets.kernels.compiled import CompiledKernels, CompiledWeight, load_kernels
+from moray.targets.kernels.kinds import ALL_ROWS, Kernels, stock_kernels
+from moray.targets.kernels.weights import PackedLinear, PackedWeight, has_packed_kernels, pack_linears
 
 PACKED, COMPILED = Kernels(1, "for a test"), Kernels(None, "for a test", compiled_up_to=ALL_ROWS)
 OUTPUTS, INPUTS = 48, 32
@@ -19,7 +19,7 @@ NEEDS_BF16 = pytest.mark.skipif(
     not has_packed_kernels(torch.bfloat16), reason="this CPU has no instructions that oneDNN wants for bf16"
 )
 NEEDS_COMPILER = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="gcc or Linux is missing, which compiled kernels need"
+    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
 )
 BOTH = Kernels(4, "for a test", compiled_up_to=2)
 KINDS = [PACKED, pytest.param(COMPILED, marks=NEEDS_COMPILER), pytest.param(BOTH, marks=NEEDS_COMPILER)]
@@ -104,8 +104,8 @@ def test_a_weight_that_is_replaced_is_the_one_that_counts():
 def test_compiled_kernels_are_used_up_to_their_largest_row_count(monkeypatch):
     both = PackedWeight(torch.randn(OUTPUTS, INPUTS), Kernels(4, "", compiled_up_to=2))
     used: list[str] = []
-    compiled = CompiledKernels.linear
-    monkeypatch.setattr(CompiledKernels, "linear", lambda *args: used.append("compiled") or compiled(*args))
+    compiled = CompiledWeight.linear
+    monkeypatch.setattr(CompiledWeight, "linear", lambda *args: used.append("compiled") or compiled(*args))
     monkeypatch.setattr(weights, "packed_linear", lambda x, *_: used.append("packed") or x.new_zeros(len(x), OUTPUTS))
     for rows in (1, 2, 3, 4):
         both.linear(torch.randn(rows, INPUTS))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moray.targets.linear.compiled import CompiledKernels, UnavailableError, load_kernels
-from moray.targets.linear.kernels import Kernels, is_stock
+from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
+from moray.targets.kernels.kinds import Kernels, is_stock
 from moray.targets.parallel.linear import RowParallelLinear
 
 _HINT = 64
@@ -30,39 +30,24 @@ class PackedWeight:
         self._packed_from = kernels.packed_from
         self._packed = None if kernels.packed_from is None else pack(rounded)
         self._compiled_up_to = kernels.compiled_up_to
-        self._compiled = _Compiled(rounded) if kernels.compiled_up_to else None
+        self.compiled = CompiledWeight(loaded_kernels(), rounded) if kernels.compiled_up_to else None
+        """The copy that the compiled kernels read."""
 
     def linear(
         self, x: Float[Tensor, "*batch inputs"], bias: Float[Tensor, " outputs"] | None = None
     ) -> Float[Tensor, "*batch outputs"]:
         """x weight^T + bias."""
-        if self._compiled is None and self._packed is None:
+        if self.compiled is None and self._packed is None:
             return F.linear(x, self.weight, bias)
         if is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(x, self.weight, bias)
         rows = x.numel() // x.shape[-1]
-        if self._compiled is not None and rows <= self._compiled_up_to:
-            return self._compiled.linear(x.to(self._dtype), bias).to(x.dtype)
+        if self.compiled is not None and rows <= self._compiled_up_to:
+            return self.compiled.linear(x.to(self._dtype), bias).to(x.dtype)
         if self._packed_from is None or self._packed is None or rows < self._packed_from:
             return F.linear(x, self.weight, bias)
         rounded = None if bias is None else bias.to(self._dtype)
         return packed_linear(x.to(self._dtype), self._packed, rounded).to(x.dtype)
-
-
-class _Compiled:
-    """A copy of a weight for the compiled kernels."""
-
-    def __init__(self, weight: Float[Tensor, "outputs inputs"]) -> None:
-        kernels = load_kernels()
-        if isinstance(kernels, UnavailableError):
-            raise kernels  # whoever chose them has loaded them
-        self._kernels: CompiledKernels = kernels
-        self._outputs = len(weight)
-        self._packed = kernels.pack(weight)
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias."""
-        return self._kernels.linear(x, self._packed, self._outputs, bias)
 
 
 class PackedLinear(nn.Module):

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moray.targets.huge_pages import move_to_huge_pages
-from moray.targets.linear.compiled import UnavailableError, load_kernels
-from moray.targets.linear.kernels import ALL_ROWS, PLAIN, Kernels
-from moray.targets.linear.weights import PackedWeight, has_packed_kernels
+from moray.targets.kernels.build import UnavailableError
+from moray.targets.kernels.compiled import load_kernels
+from moray.targets.kernels.kinds import ALL_ROWS, PLAIN, Kernels
+from moray.targets.kernels.weights import PackedWeight, has_packed_kernels
 
 _MIN_BYTES = 16 << 20
 """Total size of all weights below which nothing is packed."""

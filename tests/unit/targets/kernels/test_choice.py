@@ -12,17 +12,18 @@ from torch import nn
 
 from moray.config import run_command
 from moray.targets import model as target_model
-from moray.targets.linear import choice, weights
-from moray.targets.linear.choice import choose_kernels
-from moray.targets.linear.compiled import CompiledKernels, UnavailableError, load_kernels
-from moray.targets.linear.kernels import ALL_ROWS, Kernels
-from moray.targets.linear.weights import has_packed_kernels, linear_weights
+from moray.targets.kernels import choice, weights
+from moray.targets.kernels.build import UnavailableError
+from moray.targets.kernels.choice import choose_kernels
+from moray.targets.kernels.compiled import CompiledKernels, load_kernels
+from moray.targets.kernels.kinds import ALL_ROWS, Kernels
+from moray.targets.kernels.weights import has_packed_kernels, linear_weights
 
 NEEDS_BF16 = pytest.mark.skipif(
     not has_packed_kernels(torch.bfloat16), reason="this CPU has no instructions that oneDNN wants for bf16"
 )
 NEEDS_COMPILER = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="gcc or Linux is missing, which compiled kernels need"
+    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
 )
 NEVER = (0.5,) * 6
 LARGE = [torch.randn(2048, 1024) for _ in range(3)]
@@ -63,12 +64,12 @@ def test_small_and_unknown_weights_are_left_as_they_are(monkeypatch):
     ],
 )
 def test_packed_weights_are_used_from_the_first_row_count_that_gains(monkeypatch, packed, expected):
-    monkeypatch.setattr(choice, "load_kernels", lambda: UnavailableError("gcc is not installed"))
+    monkeypatch.setattr(choice, "load_kernels", lambda: UnavailableError("g++ is not installed"))
     measured(monkeypatch, {"packed": packed})
     found = choose_kernels(LARGE)
     assert (found.packed_from, found.compiled_up_to, found.dtype) == (expected, 0, None)
     assert re.search(r"with 1, 2, 4, 8, 17 and 64 rows: packed( \d\.\d\d,){4} \d\.\d\d and \d\.\d\d; no", found.reason)
-    assert found.reason.endswith("no compiled ones: gcc is not installed")
+    assert found.reason.endswith("no compiled ones: g++ is not installed")
     assert ("torch's own" in found.reason) == (expected != 1)
 
 

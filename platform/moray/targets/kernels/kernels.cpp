@@ -1,0 +1,295 @@
+// Linear layers and the parts of a decoder layer around attention, for few rows, as fast as memory delivers the weights.
+//
+// A weight is packed into blocks of `BLOCK` outputs, and each thread reads its blocks from beginning to end: one stream,
+// which is what a CPU's memory is fastest at. A block's sums stay in registers for up to `MAX_ROWS` rows, so these rows
+// cost one reading of the weight. Every sum adds up in the same order, whatever the number of rows, blocks and threads:
+// a token gets the same bits in a plain step and in a verify pass.
+//
+// The compiler of the machine that runs this file compiles it for that machine's CPU (see build.py). It uses no C++
+// library, so that it can be loaded next to any.
+#include <math.h>
+#include <stdint.h>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)  // 32 registers of 64 bytes
+constexpr int VECTOR_BYTES = 64, WIDTH = 2, MAX_ROWS = 12;
+#elif defined(__AVX__)  // 16 of 32
+constexpr int VECTOR_BYTES = 32, WIDTH = 2, MAX_ROWS = 6;
+#else  // NEON and others: 32 of 16
+constexpr int VECTOR_BYTES = 16, WIDTH = 4, MAX_ROWS = 6;
+#endif
+constexpr int LANES = VECTOR_BYTES / 4, BLOCK = WIDTH * LANES;
+
+typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+
+// A number format: `Word` is what is multiplied at once, one float32 or two bfloat16.
+struct Float32 {
+    using Number = float;
+    using Word = float;
+    using Vector = floats;
+    static constexpr long PER_WORD = 1;
+    static float widened(Number number) { return number; }
+    static Number rounded(float value) { return value; }
+    // sums += one vector of weights times one input of a row.
+    static floats multiplied(floats sums, Vector weights, Word input) { return sums + weights * input; }
+};
+
+struct BFloat16 {
+    using Number = uint16_t;
+    using Word = uint32_t;
+    using Vector = words;
+    static constexpr long PER_WORD = 2;
+    static float widened(Number number) {
+        union { uint32_t bits; float value; } wide = {uint32_t(number) << 16};
+        return wide.value;
+    }
+    static Number rounded(float value) {  // to the nearest, ties to even
+        union { float value; uint32_t bits; } exact = {value};
+        if ((exact.bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;  // NaN
+        return Number((exact.bits + 0x7fff + ((exact.bits >> 16) & 1)) >> 16);
+    }
+    // The same for two inputs: a word of weights holds those of inputs 2j (low half) and 2j + 1.
+    static floats multiplied(floats sums, Vector weights, Word input) {
+#if defined(__AVX512BF16__)
+        return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(int(input)));
+#else
+        words inputs = words{} + input;
+        sums += (floats)(weights << 16) * (floats)(inputs << 16);
+        return sums + (floats)(weights & 0xffff0000u) * (floats)(inputs & 0xffff0000u);
+#endif
+    }
+};
+
+void put(float value, float *to) { *to = value; }
+void put(float value, uint16_t *to) { *to = BFloat16::rounded(value); }
+
+// One block of outputs of `rows` rows of x. `steps` is the number of words in a row of x.
+template <class Format, int rows, class Output>
+inline void block_product(const typename Format::Word *weights, const typename Format::Word *x, const float *bias,
+                          Output *y, long outputs, long steps, long kept) {
+    floats sums[rows][WIDTH], start[WIDTH] = {};
+    for (long i = 0; bias && i < kept; i++) ((float *)start)[i] = bias[i];
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < WIDTH; v++) sums[row][v] = start[v];
+    for (long step = 0; step < steps; step++, weights += BLOCK) {
+        typename Format::Vector w[WIDTH];
+        for (int v = 0; v < WIDTH; v++) w[v] = *(const typename Format::Vector *)(weights + v * LANES);
+        for (int row = 0; row < rows; row++)
+            for (int v = 0; v < WIDTH; v++)
+                sums[row][v] = Format::multiplied(sums[row][v], w[v], x[row * steps + step]);
+    }
+    for (int row = 0; row < rows; row++)
+        for (long i = 0; i < kept; i++) put(((const float *)sums[row])[i], y + row * outputs + i);
+}
+
+// `block_product` for a number of rows that is known only now.
+template <class Format, int most, class Output, class... Rest>
+inline void some_rows(long rows, const typename Format::Word *weights, const typename Format::Word *x, Rest... rest) {
+    if constexpr (most > 1)
+        if (rows < most) return some_rows<Format, most - 1, Output>(rows, weights, x, rest...);
+    block_product<Format, most, Output>(weights, x, rest...);
+}
+
+// A weight of a linear layer: `packed` is [blocks, steps, BLOCK] words, with zeros behind the last output.
+struct Weight {
+    const void *packed;
+    const float *bias;  // [outputs], or null
+    long outputs, steps;
+};
+
+// y [rows, outputs] = x [rows, steps] times the weight, shared by the threads of a parallel region; they wait at the end.
+template <class Format, class Output>
+void product(const Weight &weight, const typename Format::Word *x, Output *y, long rows) {
+    using Word = typename Format::Word;
+    const long blocks = (weight.outputs + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(static)
+    for (long number = 0; number < blocks; number++) {
+        const long first = number * BLOCK, left = weight.outputs - first;
+        const Word *block = (const Word *)weight.packed + first * weight.steps;
+        const float *bias = weight.bias ? weight.bias + first : nullptr;
+        for (long row = 0; row < rows; row += MAX_ROWS)
+            some_rows<Format, MAX_ROWS, Output>(rows - row, block, x + row * weight.steps, bias,
+                                                y + row * weight.outputs + first, weight.outputs, weight.steps,
+                                                left < BLOCK ? left : long(BLOCK));
+    }
+}
+
+// RMSNorm of one row: to = x / sqrt(mean(x^2) + epsilon) * scale.
+template <class Format>
+void normalise(const typename Format::Number *x, const float *scale, float epsilon, long width,
+               typename Format::Number *to) {
+    floats squares = {};
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        floats values;
+        for (int lane = 0; lane < LANES; lane++) values[lane] = Format::widened(x[i + lane]);
+        squares += values * values;
+    }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    for (; i < width; i++) sum += Format::widened(x[i]) * Format::widened(x[i]);
+    const float factor = 1 / sqrtf(sum / float(width) + epsilon);
+    for (i = 0; i < width; i++) to[i] = Format::rounded(Format::widened(x[i]) * factor * scale[i]);
+}
+
+// e^x to two units in the last place, in a form that the compiler turns into vectors.
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float whole = __builtin_floorf(x * 1.44269504f + 0.5f);
+    const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float power = 1.9875691500e-4f;
+    power = power * rest + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    union { int32_t bits; float value; } scale = {(int32_t(whole) + 127) << 23};
+    return power * scale.value;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The sizes and weights of the part of a layer before attention.
+struct Before {
+    Weight qkv;
+    const float *norm;
+    float epsilon;
+    long hidden, num_turned, num_heads, head_dim;  // turned: query and key heads; heads: those and value heads
+};
+
+// The same for the part behind it.
+struct Behind {
+    Weight out, gate_up, down;
+    const float *norm;
+    float epsilon;
+    long hidden, intermediate;
+};
+
+// Outputs of a block, by which weights are packed.
+int moray_block() { return BLOCK; }
+}
+
+namespace {
+
+template <class Format>
+void linear(const Weight &weight, const void *x, void *y, long rows, int threads) {
+#pragma omp parallel num_threads(threads)
+    product<Format>(weight, (const typename Format::Word *)x, (typename Format::Number *)y, rows);
+}
+
+// hidden [batch, new, hidden] -> queries, keys and values [batch, heads, new, head_dim], the first two rotated.
+// scratch holds rows * (hidden + outputs) floats.
+template <class Format>
+void before_attention(const Before &layer, const void *hidden, const void *cosines, const void *sines, void *heads,
+                      float *scratch, long batch, long new_tokens, int threads) {
+    using Number = typename Format::Number;
+    const long rows = batch * new_tokens, outputs = layer.qkv.outputs, half = layer.head_dim / 2;
+    float *const sums = scratch;
+    Number *const normed = (Number *)(scratch + rows * outputs);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long row = 0; row < rows; row++)
+            normalise<Format>((const Number *)hidden + row * layer.hidden, layer.norm, layer.epsilon, layer.hidden,
+                              normed + row * layer.hidden);
+        product<Format>(layer.qkv, (const typename Format::Word *)normed, sums, rows);
+#pragma omp for schedule(static) collapse(2)
+        for (long row = 0; row < rows; row++)
+            for (long head = 0; head < layer.num_heads; head++) {
+                const long sequence = row / new_tokens, token = row % new_tokens;
+                const float *from = sums + row * outputs + head * layer.head_dim;
+                Number *to = (Number *)heads + ((sequence * layer.num_heads + head) * new_tokens + token) * layer.head_dim;
+                if (head >= layer.num_turned) {
+                    for (long i = 0; i < layer.head_dim; i++) to[i] = Format::rounded(from[i]);
+                    continue;
+                }
+                const Number *cosine = (const Number *)cosines + row * layer.head_dim;
+                const Number *sine = (const Number *)sines + row * layer.head_dim;
+                for (long i = 0; i < half; i++) {
+                    const float first = from[i], second = from[i + half];
+                    to[i] = Format::rounded(first * Format::widened(cosine[i]) - second * Format::widened(sine[i]));
+                    to[i + half] = Format::rounded(second * Format::widened(cosine[i + half]) +
+                                                   first * Format::widened(sine[i + half]));
+                }
+            }
+    }
+}
+
+// attended [rows, heads * head_dim] and hidden [rows, hidden] -> y [rows, hidden]: the output projection, the norm and the
+// MLP with SiLU, each added to what came in. scratch holds rows * (3 * hidden + 3 * intermediate) floats.
+template <class Format>
+void behind_attention(const Behind &layer, const void *attended, const void *hidden, void *y, float *scratch, long rows,
+                      int threads) {
+    using Number = typename Format::Number;
+    using Word = typename Format::Word;
+    const long width = layer.hidden, inner = layer.intermediate;
+    float *const sums = scratch, *const wide = sums + rows * width;
+    Number *const middle = (Number *)(wide + rows * 2 * inner), *const normed = middle + rows * width;
+    Number *const active = normed + rows * width;
+#pragma omp parallel num_threads(threads)
+    {
+        product<Format>(layer.out, (const Word *)attended, sums, rows);
+#pragma omp for schedule(static)
+        for (long row = 0; row < rows; row++) {
+            for (long i = row * width; i < (row + 1) * width; i++)
+                middle[i] = Format::rounded(Format::widened(((const Number *)hidden)[i]) + sums[i]);
+            normalise<Format>(middle + row * width, layer.norm, layer.epsilon, width, normed + row * width);
+        }
+        product<Format>(layer.gate_up, (const Word *)normed, wide, rows);
+#pragma omp for schedule(static) collapse(2)
+        for (long row = 0; row < rows; row++)
+            for (long piece = 0; piece < (inner + BLOCK - 1) / BLOCK; piece++) {
+                const float *gate = wide + row * 2 * inner, *up = gate + inner;
+                const long end = (piece + 1) * BLOCK < inner ? (piece + 1) * BLOCK : inner;
+                for (long i = piece * BLOCK; i < end; i++)
+                    active[row * inner + i] = Format::rounded(gate[i] / (1 + exponential(-gate[i])) * up[i]);
+            }
+        product<Format>(layer.down, (const Word *)active, sums, rows);
+#pragma omp for schedule(static)
+        for (long row = 0; row < rows; row++)
+            for (long i = row * width; i < (row + 1) * width; i++)
+                ((Number *)y)[i] = Format::rounded(Format::widened(middle[i]) + sums[i]);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void moray_linear_float32(const Weight *weight, const void *x, void *y, long rows, int threads) {
+    linear<Float32>(*weight, x, y, rows, threads);
+}
+
+void moray_linear_bfloat16(const Weight *weight, const void *x, void *y, long rows, int threads) {
+    linear<BFloat16>(*weight, x, y, rows, threads);
+}
+
+void moray_before_attention_float32(const Before *layer, const void *hidden, const void *cosines, const void *sines,
+                                    void *heads, float *scratch, long batch, long new_tokens, int threads) {
+    before_attention<Float32>(*layer, hidden, cosines, sines, heads, scratch, batch, new_tokens, threads);
+}
+
+void moray_before_attention_bfloat16(const Before *layer, const void *hidden, const void *cosines, const void *sines,
+                                     void *heads, float *scratch, long batch, long new_tokens, int threads) {
+    before_attention<BFloat16>(*layer, hidden, cosines, sines, heads, scratch, batch, new_tokens, threads);
+}
+
+void moray_behind_attention_float32(const Behind *layer, const void *attended, const void *hidden, void *y,
+                                    float *scratch, long rows, int threads) {
+    behind_attention<Float32>(*layer, attended, hidden, y, scratch, rows, threads);
+}
+
+void moray_behind_attention_bfloat16(const Behind *layer, const void *attended, const void *hidden, void *y,
+                                     float *scratch, long rows, int threads) {
+    behind_attention<BFloat16>(*layer, attended, hidden, y, scratch, rows, threads);
+}
+}
