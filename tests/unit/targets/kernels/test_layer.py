@@ -65,11 +65,8 @@ def behind(dtype: torch.dtype, has_bias: bool) -> tuple[BehindAttention, tuple[t
     norm = torch.rand(HIDDEN).to(dtype)
     out, gate_up, down = (CompiledWeight(loaded_kernels(), one) for one in weights)
     part = BehindAttention(loaded_kernels(), norm, EPSILON, (out, gate_up, down), (biases[0], biases[1], biases[2]))
-    return part, (
-        norm,
-        *weights,
-        *(torch.zeros(len(one)) if bias is None else bias for one, bias in zip(weights, biases)),
-    )
+    given = [torch.zeros(len(one)) if bias is None else bias for one, bias in zip(weights, biases, strict=True)]
+    return part, (norm, *weights, *given)
 
 
 @by_dtype
