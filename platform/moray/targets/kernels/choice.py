@@ -6,6 +6,7 @@ gain little, and results stay the same in every process. For a larger model anot
 and its results may then differ in the last bits.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,13 @@ _REPEATS = 9
 """How often all kernels are timed for each row count."""
 _MAX_SECONDS = 2.0
 """On a busy machine, timing for one row count stops after this time, once all have run twice."""
+_MAX_NOISE = 1.35
+"""How many times as long as its shortest time a product usually takes, above which nothing is concluded: other work
+disturbs the timing. This is 1.1 to 1.2 on an idle machine, and 1.5 or more beside a program on both cores."""
+_USUALLY_COMPILED = 8
+"""Row count up to which compiled kernels were faster than packed weights on every CPU so far."""
+_USUALLY_PACKED = 4
+"""Row count from which packed weights were faster than torch's kernels on every CPU so far."""
 _GAIN = 1.05
 """Copies of weights are made if they are this many times as fast as what is there without. Smaller differences are
 noise."""
@@ -56,11 +64,13 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
         return _stock(f"there are no others for this CPU and number format{missing}")
     if shortage := memory_shortage(weights, num_processes):
         return _stock(shortage)
-    gains, differences = _measure(weights, kinds)
+    gains, differences, noise = _measure(weights, kinds)
     imprecise = {kind: error for kind, error in differences.items() if error > _ROUNDING[weights[0].dtype]}
     for kind, error in imprecise.items():
         missing += f"; results of {kind} ones differ by {error:.1e} of their norm, which is more than rounding"
         del gains[kind]
+    if noise > _MAX_NOISE and gains:
+        return _usual_kernels(gains, noise, missing)
     if may_round and weights[0].dtype == torch.float32 and (rounded := _rounded_kernels(weights, gains)) is not None:
         return rounded
     compiled_up_to = _compiled_up_to(gains, others=_best_of({**gains, "compiled": {}}))
@@ -108,7 +118,9 @@ def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
     kinds, _ = _kinds_for(weights, torch.bfloat16)
     if not kinds:
         return None
-    gains, _ = _measure(weights, kinds, torch.bfloat16)
+    gains, _, noise = _measure(weights, kinds, torch.bfloat16)
+    if noise > _MAX_NOISE:
+        return None
     best, best_exact = _best_of(gains), _best_of(exact)
     if not all(gain >= _GAIN * max(best_exact.get(rows, 1.0), 1.0) for rows, gain in best.items()):
         return None
@@ -116,6 +128,15 @@ def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
     packed_from = None if compiled_up_to == ALL_ROWS else compiled_up_to + 1
     reason = f"linear layers: weights in bfloat16, {_which(compiled_up_to, packed_from)}{_said(gains, 'in float32')}"
     return Kernels(packed_from, reason, torch.bfloat16, compiled_up_to)
+
+
+def _usual_kernels(gains: Gains, noise: float, missing: str) -> Kernels:
+    """What is usually the fastest, on a machine that is too busy to measure it."""
+    compiled_up_to = _USUALLY_COMPILED if "compiled" in gains else 0
+    packed_from = None if "packed" not in gains else compiled_up_to + 1 if compiled_up_to else _USUALLY_PACKED
+    which = f"{_which(compiled_up_to, packed_from)}, as on most machines"
+    busy = f"; other work disturbs the timing here, products take {noise:.1f} times their shortest time"
+    return Kernels(packed_from, f"linear layers: {which}{busy}{missing}", None, compiled_up_to)
 
 
 def _compiled_up_to(gains: Gains, others: Mapping[int, float]) -> int:
@@ -171,11 +192,12 @@ def _stock(reason: str) -> Kernels:
 
 def _measure(
     weights: Sequence[Tensor], kinds: Sequence[str], dtype: torch.dtype | None = None
-) -> tuple[Gains, dict[str, float]]:
+) -> tuple[Gains, dict[str, float], float]:
     """Compare kinds of kernels with torch's on some of the weights, rounded to `dtype` and in huge pages.
 
     Returns:
-        The gains, and the largest difference of each kind's results, as a share of the results' norm.
+        The gains; the largest difference of each kind's results, as a share of the results' norm; and how many times
+        as long as its shortest time a product usually takes.
     """
     tried: list[Tensor] = []
     for weight in weights:
@@ -185,13 +207,14 @@ def _measure(
     copies = {kind: [PackedWeight(weight, _only(kind, dtype)) for weight in tried] for kind in kinds}
     move_to_huge_pages(max_seconds=2.0)
     gains: Gains = {kind: {} for kind in kinds}
-    differences = dict.fromkeys(kinds, 0.0)
+    differences, noises = dict.fromkeys(kinds, 0.0), []
     for rows in _ROWS:
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
-        plain, *others = _seconds(
+        (plain, *others), noise = _seconds(
             [partial(F.linear, x, weight) for x, weight in zip(inputs, tried, strict=True)],
             *[[partial(one.linear, x) for x, one in zip(inputs, own, strict=True)] for own in copies.values()],
         )
+        noises.append(noise)
         for kind, seconds in zip(kinds, others, strict=True):
             gains[kind][rows] = plain / seconds
         for x, weight, *own in zip(inputs, tried, *copies.values(), strict=True):
@@ -199,7 +222,7 @@ def _measure(
             for kind, one in zip(kinds, own, strict=True):
                 error = float((one.linear(x).double() - expected).norm() / expected.norm())
                 differences[kind] = max(differences[kind], error)
-    return gains, differences
+    return gains, differences, statistics.median(noises)
 
 
 def _only(kind: str, dtype: torch.dtype | None) -> Kernels:
@@ -209,23 +232,24 @@ def _only(kind: str, dtype: torch.dtype | None) -> Kernels:
     return Kernels(1, "", dtype)
 
 
-def _seconds(*runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each run: the shortest time of each of its products, added up.
+def _seconds(*runs: Sequence[Callable[[], object]]) -> tuple[list[float], float]:
+    """Seconds of each run: the shortest time of each of its products, added up; and the median times over the shortest.
 
     Runs alternate. A product takes about a millisecond, so in several turns each is likely to be timed once without
     other work beside it; a whole run is not.
     """
-    shortest = [[float("inf")] * len(run) for run in runs]
+    times: list[list[list[float]]] = [[[] for _ in run] for run in runs]
     end = time.perf_counter() + _MAX_SECONDS
     for turn in range(_REPEATS):
         if turn > 1 and time.perf_counter() > end:
             break
-        for run, best in zip(runs, shortest, strict=True):
-            for index, product in enumerate(run):
+        for run, own in zip(runs, times, strict=True):
+            for product, taken in zip(run, own, strict=True):
                 begin = time.perf_counter()
                 product()
-                best[index] = min(best[index], time.perf_counter() - begin)
-    return [sum(best) for best in shortest]
+                taken.append(time.perf_counter() - begin)
+    shortest = [sum(map(min, own)) for own in times]
+    return shortest, sum(statistics.median(taken) for own in times for taken in own) / sum(shortest)
 
 
 def _free_bytes() -> int:
