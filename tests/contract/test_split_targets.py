@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled_kernels import CAN_COMPILE
 from rich.console import Console
 from safetensors import safe_open
 from side_by_side import COUPLED, GREEDY, SHAPES, is_lossless, plainly
@@ -29,7 +30,6 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
 from moray.errors import RankError
 from moray.targets.head import TargetHead
-from moray.targets.kernels.compiled import CompiledKernels, load_kernels
 from moray.targets.kernels.kinds import ALL_ROWS, Kernels
 from moray.targets.model import Target
 from moray.targets.parallel.plan import plan_ranks
@@ -130,7 +130,7 @@ def test_packed_weights_give_the_same_numbers(both):
         return one.logits(one.forward(tokens, torch.arange(20)[None], None, one.new_cache(20)).last)
 
     wanted = logits(whole.target)
-    compiled = [50, ALL_ROWS] if isinstance(load_kernels(), CompiledKernels) else []
+    compiled = [50, ALL_ROWS] if CAN_COMPILE else []
     choices = [(None, 0), (50, 0), (1, 0), *((None, up_to) for up_to in compiled)]
     for packed_from, compiled_up_to in choices:
         target.pack_all_ranks(Kernels(packed_from, "", compiled_up_to=compiled_up_to))

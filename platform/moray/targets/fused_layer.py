@@ -3,7 +3,7 @@
 A pass over few tokens is so short that the number of operations matters. transformers computes a layer in about sixty
 operations, seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate
 and up projections, and norms and rotations take half the operations. Where Moray's own kernels are used (see
-`targets.kernels`), a pass of few tokens takes one operation before attention and one behind it. The results equal those
+`targets.kernels`), a pass of few tokens takes one operation before attention and one after it. The results equal those
 of transformers up to rounding.
 
 Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from moray.targets.attention import grouped_attention
 from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
 from moray.targets.kernels.kinds import PLAIN, Kernels, is_stock
-from moray.targets.kernels.layer import BeforeAttention, BehindAttention
+from moray.targets.kernels.layer import AfterAttention, BeforeAttention
 from moray.targets.kernels.weights import PackedWeight
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
@@ -64,7 +65,7 @@ class FusedLayer:
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._compiled_up_to = 0
         self._before: BeforeAttention | None = None
-        self._behind: BehindAttention | None = None
+        self._after: AfterAttention | None = None
 
     def pack(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -72,7 +73,7 @@ class FusedLayer:
             joined.pack(kernels)
         self._compiled_up_to = kernels.compiled_up_to
         self._before = self._compiled_before() if kernels.compiled_up_to else None
-        self._behind = self._compiled_behind() if kernels.compiled_up_to else None
+        self._after = self._compiled_after() if kernels.compiled_up_to else None
 
     def __call__(
         self,
@@ -117,8 +118,8 @@ class FusedLayer:
         """The layer's output, from its input and what attention gives."""
         is_mlp_compiled = self._mlp._compiled_call_impl is not None  # by torch
         batch, new, _ = hidden_states.shape
-        if self._behind is not None and batch * new <= self._compiled_up_to and not is_mlp_compiled:
-            return self._behind(attended, hidden_states)
+        if self._after is not None and batch * new <= self._compiled_up_to and not is_mlp_compiled:
+            return self._after(attended, hidden_states)
         hidden = hidden_states + self._out(attended)
         if is_mlp_compiled:
             return hidden + self._mlp(self._mlp_norm(hidden))
@@ -127,22 +128,27 @@ class FusedLayer:
 
     def _compiled_before(self) -> BeforeAttention | None:
         qkv, norm = self._qkv.compiled, self._norms[0]
-        if qkv is None or self._head_norm is not None:
+        if qkv is None or self._head_norm is not None or self._head_dim % 2:
             return None
-        num_turned = self._num_heads + self._num_kv_heads
+        num_rotated = self._num_heads + self._num_kv_heads
         weight, epsilon = norm.weight.data, norm.variance_epsilon
-        return BeforeAttention(loaded_kernels(), weight, epsilon, qkv, self._qkv.bias, num_turned, self._head_dim)
+        return BeforeAttention(loaded_kernels(), weight, epsilon, qkv, self._qkv.bias, num_rotated, self._head_dim)
 
-    def _compiled_behind(self) -> BehindAttention | None:
+    def _compiled_after(self) -> AfterAttention | None:
         parts, norm = (self._out, self._gate_up, self._down), self._norms[1]
         out, gate_up, down = (part.compiled for part in parts)
-        if out is None or gate_up is None or down is None or not isinstance(self._activation, nn.SiLU):
+        if (
+            out is None
+            or gate_up is None
+            or down is None
+            or not isinstance(self._activation, (nn.SiLU, SiLUActivation))
+        ):
             return None
         if any(part.sums_ranks for part in parts):
             return None
         biases = (self._out.bias, self._gate_up.bias, self._down.bias)
         weights = (out, gate_up, down)
-        return BehindAttention(loaded_kernels(), norm.weight.data, norm.variance_epsilon, weights, biases)
+        return AfterAttention(loaded_kernels(), norm.weight.data, norm.variance_epsilon, weights, biases)
 
     def _is_stock_wanted(self) -> bool:
         return is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling()

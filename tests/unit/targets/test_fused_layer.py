@@ -1,7 +1,11 @@
 """Fused layers: transformers' results to rounding for every family, its own where they are asked for, and its text."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from compiled_kernels import CAN_COMPILE
 from shape_checks import unchecked
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TARGETS, TinyTarget, save_target
@@ -14,7 +18,6 @@ from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
 from moray.targets.huge_pages import _pieces
 from moray.targets.kernels import choice
-from moray.targets.kernels.compiled import CompiledKernels, load_kernels
 from moray.targets.kernels.kinds import Kernels, stock_kernels
 from moray.targets.kernels.weights import PackedLinear
 from moray.targets.model import Target
@@ -30,8 +33,8 @@ MORE = {
 }
 CASES = TARGETS | MORE
 KINDS = {"packed": PACKED}
-if isinstance(load_kernels(), CompiledKernels):
-    KINDS["compiled"] = Kernels(None, "for a test", compiled_up_to=25)  # of two prompts of 11 and 14 tokens, one
+if CAN_COMPILE:
+    KINDS["compiled"] = Kernels(None, "for a test", compiled_up_to=20)  # not for two prompts of 11 tokens together
 
 
 @pytest.fixture(scope="module", params=[(case, kind) for kind in KINDS for case in CASES], ids=" ".join)
@@ -112,12 +115,44 @@ def test_gradients_and_compiled_parts_use_the_layer_s_own_pass(tiny, monkeypatch
     assert not used
     layer(hidden.requires_grad_(), **inputs)
     assert len(used) == 1
-    own = torch.zeros_like(hidden)
-    monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: own)
+    marker = torch.full_like(hidden, 1e6)
+    monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: marker)
     monkeypatch.setattr(layer.forward, "_gate_up", None)
     with torch.inference_mode():
-        layer(hidden.detach(), **inputs)
-    assert len(used) == 1, "attention stays fused beside a compiled MLP"
+        assert (layer(hidden.detach(), **inputs) > 9e5).all()
+    assert len(used) == 1, "attention stays fused beside an MLP that torch compiled"
+
+
+def test_compiled_parts_are_used_for_few_rows(tiny, monkeypatch):
+    fused = [layer.forward for layer in tiny.target.model.model.layers]
+    rows: dict[str, set[int]] = {"_before": set(), "_after": set()}
+
+    def counted(part: Callable[..., torch.Tensor], seen: set[int], *args: torch.Tensor) -> torch.Tensor:
+        seen.add(args[0].shape[:2].numel())
+        return part(*args)
+
+    for one in fused:
+        for name, seen in rows.items():
+            part = getattr(one, name)
+            if part is not None:
+                monkeypatch.setattr(one, name, partial(counted, part, seen))
+    passes(tiny.target)
+    are_compiled = fused[0]._compiled_up_to > 0
+    assert rows["_after"] == ({6, 2} if are_compiled else set())
+    assert rows["_before"] == ({6, 2} if are_compiled and fused[0]._head_norm is None else set())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gives_what_it_gives_unfused(kind, tmp_path, monkeypatch):
+    folder = save_target(tmp_path, "llama")
+    monkeypatch.setattr(model_module, "stay_in_cache", lambda weights: False)
+    monkeypatch.setattr(model_module, "choose_kernels", lambda weights, **_: KINDS[kind])
+    target = Target.load(TargetConfig(model=str(folder), device="cpu", dtype="bfloat16"))
+    fused = passes(target)
+    with stock_kernels():
+        stock = passes(target)
+    for own, theirs in zip(fused, stock, strict=True):
+        assert (own.float() - theirs.float()).norm() < 0.03 * theirs.float().norm()
 
 
 def test_transformers_own_pass_still_works(tiny):

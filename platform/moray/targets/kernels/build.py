@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from moray.explain import one_line
+
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-fopenmp")
 _MAX_SECONDS = 120
@@ -36,22 +38,27 @@ def load_library() -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnavailableError("g++ is not installed")
-    openmp = _torch_openmp()
     try:
-        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)  # resolves the library's OpenMP functions
-        return ctypes.CDLL(str(_compiled(compiler)))
+        ctypes.CDLL(str(_torch_openmp()), mode=ctypes.RTLD_GLOBAL)  # resolves the library's OpenMP functions
+        library = _compiled(compiler)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # a disk was full or a machine stopped while it was written
+            library.unlink()
+            return ctypes.CDLL(str(_compiled(compiler)))
     except OSError as error:
-        raise UnavailableError(f"they cannot be loaded: {error}") from None
+        raise UnavailableError(f"they cannot be loaded: {one_line(str(error))}") from None
 
 
 def _torch_openmp() -> Path:
     """The OpenMP library that torch computes on in this process."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8").split("\n")
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").split("\n")
     loaded = {Path(line.split(maxsplit=5)[5]) for line in maps if "/" in line}
-    found = sorted(path for path in loaded if path.name.startswith(("libgomp", "libiomp5")))
-    of_torch = [path for path in found if path.parent == Path(torch.__file__).parent / "lib"]
-    if not found:
-        raise UnavailableError("torch computes without OpenMP here")
+    found = [path for path in loaded if path.name.startswith(("libgomp", "libiomp5", "libomp"))]
+    package = Path(torch.__file__).parent
+    of_torch = [path for path in found if path.parent in (package / "lib", package.parent / "torch.libs")]
+    if len(of_torch or found) != 1:
+        raise UnavailableError(f"which OpenMP torch computes on is not clear, of {len(found)}")
     return (of_torch or found)[0]
 
 
@@ -74,22 +81,24 @@ def _compiled(compiler: str) -> Path:
 
 def _cache_folder() -> Path:
     """`~/.cache/moray`, which nobody else may write to, since code in it is run."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moray"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moray"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
+        status = folder.lstat()
+    except (OSError, RuntimeError) as error:  # the second if nobody's home is known
         raise UnavailableError(f"there is no cache folder for them: {error}") from None
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UnavailableError(f"others may write to '{folder}'")
     return folder
 
 
 def _output_of(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAX_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_MAX_SECONDS, check=True
+        )
     except subprocess.CalledProcessError as error:
-        raise UnavailableError(f"'{' '.join(command)}' failed: {error.stderr.strip()[:300]}") from None
+        raise UnavailableError(f"'{' '.join(command)}' failed: {one_line(error.stderr)[:300]}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"'{' '.join(command)}' failed: {error}") from None
     return done.stdout

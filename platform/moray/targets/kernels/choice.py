@@ -6,6 +6,7 @@ gain little, and results stay the same in every process. For a larger model anot
 and its results may then differ in the last bits.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,12 @@ _MIN_BYTES = 16 << 20
 """Total size of all weights below which nothing is packed."""
 _TRIED_BYTES = 128 << 20
 """Maximum bytes of weights that are measured: more than a core's own cache holds, as in a real pass."""
-_ROWS = (1, 2, 4, 8, 17, 64)
-"""Row counts that are measured: a plain step, the shortest draft, chains, a tree, a short prompt."""
+_ROWS = (1, 2, 4, 8, 17, 64, 512)
+"""Row counts that are measured: a plain step, the shortest draft, chains, a tree, a short and a long prompt."""
+_MANY = 64
+"""Row count from which arithmetic takes longer than reading weights, so that few weights are measured."""
+_TRIED_WITH_MANY = 16 << 20
+"""Maximum bytes of weights that are measured with many rows."""
 _REPEATS = 9
 """How often all kernels are timed for each row count."""
 _MAX_SECONDS = 2.0
@@ -35,12 +40,11 @@ _MAX_NOISE = 1.35
 """How many times as long as its shortest time a product usually takes, above which nothing is concluded: other work
 disturbs the timing. This is 1.1 to 1.2 on an idle machine, and 1.5 or more beside a program on both cores."""
 _USUALLY_COMPILED = 8
-"""Row count up to which compiled kernels were faster than packed weights on every CPU so far."""
+"""Row count of drafts, up to which compiled kernels were faster than packed weights on every CPU so far."""
 _USUALLY_PACKED = 4
 """Row count from which packed weights were faster than torch's kernels on every CPU so far."""
 _GAIN = 1.05
-"""Copies of weights are made if they are this many times as fast as what is there without. Smaller differences are
-noise."""
+"""Copies of weights are made if they make passes this many times as fast. Smaller differences are noise."""
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far results may be from torch's, as a share of their norm, by dtype. Another order of summing makes a tenth of
 this; products in a smaller format, which oneDNN may be told to use, make more."""
@@ -64,19 +68,20 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
         return _stock(f"there are no others for this CPU and number format{missing}")
     if shortage := memory_shortage(weights, num_processes):
         return _stock(shortage)
+    has_memory_for_both = not memory_shortage(weights, 2 * num_processes)
     gains, differences, noise = _measure(weights, kinds)
-    imprecise = {kind: error for kind, error in differences.items() if error > _ROUNDING[weights[0].dtype]}
+    imprecise = {kind: error for kind, error in differences.items() if not error <= _ROUNDING[weights[0].dtype]}
     for kind, error in imprecise.items():
         missing += f"; results of {kind} ones differ by {error:.1e} of their norm, which is more than rounding"
         del gains[kind]
     if noise > _MAX_NOISE and gains:
-        return _usual_kernels(gains, noise, missing)
+        return _usual_kernels(gains, noise, missing, has_memory_for_both)
     if may_round and weights[0].dtype == torch.float32 and (rounded := _rounded_kernels(weights, gains)) is not None:
         return rounded
     compiled_up_to = _compiled_up_to(gains, others=_best_of({**gains, "compiled": {}}))
-    packed_from = _first_gain({rows: gain for rows, gain in gains.get("packed", {}).items() if rows > compiled_up_to})
-    if compiled_up_to and packed_from is not None and memory_shortage(weights, 2 * num_processes):
-        packed_from = None
+    packed_from = _packed_from(gains, compiled_up_to)
+    if compiled_up_to and packed_from is not None and not has_memory_for_both:
+        packed_from, missing = None, f"{missing}; too little memory is free for packed weights beside them"
     if not compiled_up_to and packed_from is None:
         return _stock(f"no others are faster{_said(gains)}{missing}")
     which = _which(compiled_up_to, packed_from)
@@ -103,12 +108,16 @@ def _num_bytes(weights: Sequence[Tensor]) -> int:
 def _kinds_for(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[str], str]:
     """The kinds of kernels that can compute these weights in this dtype, and why there are no compiled ones."""
     kinds, missing = [], ""
-    kernels = load_kernels() if dtype in _ROUNDING else None
+    if dtype not in _ROUNDING or any(weight.dtype != weights[0].dtype for weight in weights):
+        return kinds, missing
+    kernels = load_kernels()
     if isinstance(kernels, UnavailableError):
         missing = f"; no compiled ones: {kernels}"
-    elif kernels is not None and all(kernels.can_compute(weight, dtype) for weight in weights):
+    elif all(kernels.can_compute(weight, dtype) for weight in weights):
         kinds.append("compiled")
-    if all(weight.dtype in _ROUNDING for weight in weights) and has_packed_kernels(dtype):
+    else:
+        missing = "; no compiled ones: weights have an odd number of inputs"
+    if has_packed_kernels(dtype):
         kinds.append("packed")
     return kinds, missing
 
@@ -130,24 +139,40 @@ def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
     return Kernels(packed_from, reason, torch.bfloat16, compiled_up_to)
 
 
-def _usual_kernels(gains: Gains, noise: float, missing: str) -> Kernels:
+def _usual_kernels(gains: Gains, noise: float, missing: str, has_memory_for_both: bool) -> Kernels:
     """What is usually the fastest, on a machine that is too busy to measure it."""
     compiled_up_to = _USUALLY_COMPILED if "compiled" in gains else 0
     packed_from = None if "packed" not in gains else compiled_up_to + 1 if compiled_up_to else _USUALLY_PACKED
+    if compiled_up_to and not has_memory_for_both:
+        packed_from = None
     which = f"{_which(compiled_up_to, packed_from)}, as on most machines"
     busy = f"; other work disturbs the timing here, products take {noise:.1f} times their shortest time"
     return Kernels(packed_from, f"linear layers: {which}{busy}{missing}", None, compiled_up_to)
 
 
 def _compiled_up_to(gains: Gains, others: Mapping[int, float]) -> int:
-    """The largest row count up to which compiled kernels are the fastest; 0 if that gains nothing."""
-    up_to, most = 0, 0.0
-    for rows, gain in gains.get("compiled", {}).items():
-        other = max(others.get(rows, 1.0), 1.0)
-        if gain < other:
-            break
-        up_to, most = rows, max(most, gain / other)
-    return 0 if most < _GAIN else ALL_ROWS if up_to == _ROWS[-1] else up_to
+    """The largest row count up to which compiled kernels are the fastest; 0 if that gains nothing.
+
+    The row counts of drafts are decided together, so that one disturbed measurement does not decide; larger ones follow
+    one by one.
+    """
+    over = {rows: gain / max(others.get(rows, 1.0), 1.0) for rows, gain in gains.get("compiled", {}).items()}
+    if not over or statistics.geometric_mean([over[rows] for rows in _ROWS if rows <= _USUALLY_COMPILED]) < _GAIN:
+        return 0
+    slower = [rows for rows in _ROWS if rows > _USUALLY_COMPILED and over[rows] < 1 / _GAIN]
+    return max(rows for rows in _ROWS if rows < slower[0]) if slower else ALL_ROWS
+
+
+def _packed_from(gains: Gains, compiled_up_to: int) -> int | None:
+    """The smallest row count above those of the compiled kernels from which packed weights are the fastest."""
+    packed = gains.get("packed", {})
+    above = {rows: gain for rows, gain in packed.items() if rows > compiled_up_to}
+    first = _first_gain(above)
+    if first is None or not compiled_up_to:
+        return first
+    if first == min(above) and packed[compiled_up_to] >= _GAIN:
+        return compiled_up_to + 1  # they beat torch's kernels at both ends of the gap
+    return first
 
 
 def _best_of(gains: Gains) -> dict[int, float]:
@@ -199,16 +224,15 @@ def _measure(
         The gains; the largest difference of each kind's results, as a share of the results' norm; and how many times
         as long as its shortest time a product usually takes.
     """
-    tried: list[Tensor] = []
-    for weight in weights:
-        if tried and sum(one.nbytes for one in tried) + weight.nbytes > _TRIED_BYTES:
-            break
-        tried.append(weight)
+    tried = _first_bytes(weights, _TRIED_BYTES)
     copies = {kind: [PackedWeight(weight, _only(kind, dtype)) for weight in tried] for kind in kinds}
     move_to_huge_pages(max_seconds=2.0)
     gains: Gains = {kind: {} for kind in kinds}
     differences, noises = dict.fromkeys(kinds, 0.0), []
     for rows in _ROWS:
+        if rows == _MANY:
+            fewer = _first_bytes(tried, _TRIED_WITH_MANY)
+            tried, copies = fewer, {kind: own[: len(fewer)] for kind, own in copies.items()}
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
         (plain, *others), noise = _seconds(
             [partial(F.linear, x, weight) for x, weight in zip(inputs, tried, strict=True)],
@@ -221,8 +245,18 @@ def _measure(
             expected = F.linear(x, weight).double()
             for kind, one in zip(kinds, own, strict=True):
                 error = float((one.linear(x).double() - expected).norm() / expected.norm())
-                differences[kind] = max(differences[kind], error)
+                differences[kind] = max(differences[kind], error if math.isfinite(error) else math.inf)
     return gains, differences, statistics.median(noises)
+
+
+def _first_bytes(weights: Sequence[Tensor], most: int) -> list[Tensor]:
+    """The first weights of together at most so many bytes; at least one."""
+    found = [weights[0]]
+    for weight in weights[1:]:
+        if _num_bytes(found) + weight.nbytes > most:
+            break
+        found.append(weight)
+    return found
 
 
 def _only(kind: str, dtype: torch.dtype | None) -> Kernels:

@@ -1,4 +1,5 @@
-"""Moray's own kernels for few rows (`kernels.cpp`): linear layers, and the parts of a decoder layer around attention.
+"""Moray's own kernels for few rows (`kernels.cpp`): linear layers, and the parts of a decoder layer before and after
+attention.
 
 A plain step or a verify pass reads every weight once, so memory limits its speed. torch's and oneDNN's kernels reach
 about half of that limit; these read each weight in one stream per thread and reach it. They need g++ and Linux; where
@@ -20,6 +21,8 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class WeightPointers(ctypes.Structure):
+    """`Weight` of kernels.cpp."""
+
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -29,18 +32,22 @@ class WeightPointers(ctypes.Structure):
 
 
 class BeforePointers(ctypes.Structure):
+    """`Before` of kernels.cpp."""
+
     _fields_ = [
         ("qkv", WeightPointers),
         ("norm", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
         ("hidden", ctypes.c_long),
-        ("num_turned", ctypes.c_long),
+        ("num_rotated", ctypes.c_long),
         ("num_heads", ctypes.c_long),
         ("head_dim", ctypes.c_long),
     ]
 
 
-class BehindPointers(ctypes.Structure):
+class AfterPointers(ctypes.Structure):
+    """`After` of kernels.cpp."""
+
     _fields_ = [
         ("out", WeightPointers),
         ("gate_up", WeightPointers),
@@ -61,7 +68,7 @@ class CompiledKernels:
         pointer, count, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self._functions = {
             (name, dtype): getattr(library, f"moray_{name}_{suffix}")
-            for name in ("linear", "before_attention", "behind_attention")
+            for name in ("linear", "before_attention", "after_attention")
             for dtype, suffix in _SUFFIXES.items()
         }
         for (name, _), function in self._functions.items():
@@ -69,7 +76,7 @@ class CompiledKernels:
             function.argtypes = {
                 "linear": [*3 * [pointer], count, threads],
                 "before_attention": [*6 * [pointer], count, count, threads],
-                "behind_attention": [*5 * [pointer], count, threads],
+                "after_attention": [*5 * [pointer], count, threads],
             }[name]
 
     def can_compute(self, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -82,11 +89,11 @@ class CompiledKernels:
 
 
 class CompiledWeight:
-    """A copy of a weight in blocks of outputs, zeros behind the last one."""
+    """A copy of a weight in blocks of outputs, zeros after the last one."""
 
     def __init__(self, kernels: CompiledKernels, weight: Float[Tensor, "outputs inputs"]) -> None:
         outputs, inputs = weight.shape
-        self.outputs, self._dtype = outputs, weight.dtype
+        self.outputs, self.dtype = outputs, weight.dtype
         per_word = _WORD_BYTES // weight.element_size()
         self._steps = inputs // per_word
         blocks = -(-outputs // kernels.block)
@@ -94,9 +101,9 @@ class CompiledWeight:
         padded[:outputs] = weight
         self._packed = padded.view(blocks, kernels.block, self._steps, per_word).transpose(1, 2).contiguous()
         self._function = kernels.function("linear", weight.dtype)
-        self._without_bias = self.described(None)
+        self._without_bias = self.pointers(None)
 
-    def described(self, bias: Float[Tensor, " outputs"] | None) -> WeightPointers:
+    def pointers(self, bias: Float[Tensor, " outputs"] | None) -> WeightPointers:
         """What the library's functions take; `bias` is in float32, and the caller keeps it."""
         address = None if bias is None else bias.data_ptr()
         return WeightPointers(self._packed.data_ptr(), address, self.outputs, self._steps)
@@ -106,7 +113,7 @@ class CompiledWeight:
     ) -> Float[Tensor, "*batch outputs"]:
         """x weight^T + bias, summed in float32 and rounded once, for x of the weight's dtype."""
         bias = None if bias is None else bias.float()
-        weight = self._without_bias if bias is None else self.described(bias)
+        weight = self._without_bias if bias is None else self.pointers(bias)
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // x.shape[-1]
@@ -124,12 +131,12 @@ def load_kernels() -> CompiledKernels | UnavailableError:
 
 
 def loaded_kernels() -> CompiledKernels:
-    """The kernels, for those who know that they are there.
+    """The kernels of this machine.
 
     Raises:
-        UnavailableError: they are not.
+        UnavailableError: there are none; `load_kernels` returns the reason.
     """
     kernels = load_kernels()
     if isinstance(kernels, UnavailableError):
-        raise kernels
+        raise UnavailableError(str(kernels))
     return kernels

@@ -1,9 +1,10 @@
-// Linear layers and the parts of a decoder layer around attention, for few rows, as fast as memory delivers the weights.
+// Linear layers and the parts of a decoder layer before and after attention, for few rows, as fast as memory delivers
+// the weights.
 //
-// A weight is packed into blocks of `BLOCK` outputs, and each thread reads its blocks from beginning to end: one stream,
-// which is what a CPU's memory is fastest at. A block's sums stay in registers for up to `MAX_ROWS` rows, so these rows
-// cost one reading of the weight. Every sum adds up in the same order, whatever the number of rows, blocks and threads:
-// a token gets the same bits in a plain step and in a verify pass.
+// A weight is packed into blocks of `BLOCK` outputs, and each thread reads its blocks from beginning to end: one
+// stream, which is what a CPU's memory is fastest at. A block's sums stay in registers for up to `MAX_ROWS` rows, so
+// these rows cost one reading of the weight. Every sum adds up in the same order, whatever the number of rows, blocks
+// and threads: a row of the results has the same bits alone and among others.
 //
 // The compiler of the machine that runs this file compiles it for that machine's CPU (see build.py). It uses no C++
 // library, so that it can be loaded next to any.
@@ -20,21 +21,26 @@ namespace {
 constexpr int VECTOR_BYTES = 64, WIDTH = 2, MAX_ROWS = 12;
 #elif defined(__AVX__)  // 16 of 32
 constexpr int VECTOR_BYTES = 32, WIDTH = 2, MAX_ROWS = 6;
-#else  // NEON and others: 32 of 16
+#else  // NEON: 32 of 16; x86 without AVX has 16, and is slower
 constexpr int VECTOR_BYTES = 16, WIDTH = 4, MAX_ROWS = 6;
 #endif
 constexpr int LANES = VECTOR_BYTES / 4, BLOCK = WIDTH * LANES;
 
+typedef float number __attribute__((may_alias));
+typedef uint32_t pair __attribute__((may_alias, aligned(2)));
 typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
 
 // A number format: `Word` is what is multiplied at once, one float32 or two bfloat16.
 struct Float32 {
     using Number = float;
-    using Word = float;
+    using Word = number;
     using Vector = floats;
     static constexpr long PER_WORD = 1;
     static float widened(Number number) { return number; }
+    static floats widened_vector(const Number *numbers) { return *(const floats *)numbers; }
     static Number rounded(float value) { return value; }
     // sums += one vector of weights times one input of a row.
     static floats multiplied(floats sums, Vector weights, Word input) { return sums + weights * input; }
@@ -42,12 +48,15 @@ struct Float32 {
 
 struct BFloat16 {
     using Number = uint16_t;
-    using Word = uint32_t;
+    using Word = pair;
     using Vector = words;
     static constexpr long PER_WORD = 2;
     static float widened(Number number) {
         union { uint32_t bits; float value; } wide = {uint32_t(number) << 16};
         return wide.value;
+    }
+    static floats widened_vector(const Number *numbers) {
+        return (floats)(__builtin_convertvector(*(const halves *)numbers, words) << 16);
     }
     static Number rounded(float value) {  // to the nearest, ties to even
         union { float value; uint32_t bits; } exact = {value};
@@ -96,14 +105,15 @@ inline void some_rows(long rows, const typename Format::Word *weights, const typ
     block_product<Format, most, Output>(weights, x, rest...);
 }
 
-// A weight of a linear layer: `packed` is [blocks, steps, BLOCK] words, with zeros behind the last output.
+// A weight of a linear layer, with the same fields as in compiled.py: `packed` is [blocks, steps, BLOCK] words, with zeros after the last output.
 struct Weight {
     const void *packed;
     const float *bias;  // [outputs], or null
     long outputs, steps;
 };
 
-// y [rows, outputs] = x [rows, steps] times the weight, shared by the threads of a parallel region; they wait at the end.
+// y [rows, outputs] = x [rows, steps] times the weight, shared by the threads of a parallel region, which wait at the
+// end.
 template <class Format, class Output>
 void product(const Weight &weight, const typename Format::Word *x, Output *y, long rows) {
     using Word = typename Format::Word;
@@ -127,8 +137,7 @@ void normalise(const typename Format::Number *x, const float *scale, float epsil
     floats squares = {};
     long i = 0;
     for (; i + LANES <= width; i += LANES) {
-        floats values;
-        for (int lane = 0; lane < LANES; lane++) values[lane] = Format::widened(x[i + lane]);
+        const floats values = Format::widened_vector(x + i);
         squares += values * values;
     }
     float sum = 0;
@@ -138,36 +147,58 @@ void normalise(const typename Format::Number *x, const float *scale, float epsil
     for (i = 0; i < width; i++) to[i] = Format::rounded(Format::widened(x[i]) * factor * scale[i]);
 }
 
-// e^x to two units in the last place, in a form that the compiler turns into vectors.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    const float whole = __builtin_floorf(x * 1.44269504f + 0.5f);
-    const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float power = 1.9875691500e-4f;
+// e^x, within two units in the last place: 2^whole times a polynomial of the rest.
+inline floats exponential(floats x) {
+    const floats lowest = floats{} - 87.0f, highest = floats{} + 88.0f;
+    x = x < lowest ? lowest : x;
+    x = x > highest ? highest : x;
+    const float to_whole = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers
+    const floats whole = x * 1.44269504f + to_whole - to_whole;
+    const floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    floats power = floats{} + 1.9875691500e-4f;
     power = power * rest + 1.3981999507e-3f;
     power = power * rest + 8.3334519073e-3f;
     power = power * rest + 4.1665795894e-2f;
     power = power * rest + 1.6666665459e-1f;
     power = power * rest + 5.0000001201e-1f;
     power = power * rest * rest + rest + 1.0f;
-    union { int32_t bits; float value; } scale = {(int32_t(whole) + 127) << 23};
-    return power * scale.value;
+    return power * (floats)((__builtin_convertvector(whole, integers) + 127) << 23);
+}
+
+// to = silu(gate) * up, for `count` numbers.
+template <class Format>
+void activate(const float *gate, const float *up, typename Format::Number *to, long count) {
+    for (long first = 0; first < count; first += LANES) {
+        const long kept = count - first;
+        floats gates = {}, ups = {};
+        if (kept >= LANES) {
+            gates = *(const floats *)(gate + first), ups = *(const floats *)(up + first);
+        } else {
+            __builtin_memcpy(&gates, gate + first, kept * sizeof(float));
+            __builtin_memcpy(&ups, up + first, kept * sizeof(float));
+        }
+        const floats product = gates / (1.0f + exponential(-gates)) * ups;
+        if (kept >= LANES)
+            for (int i = 0; i < LANES; i++) to[first + i] = Format::rounded(product[i]);
+        else
+            for (long i = 0; i < kept; i++) to[first + i] = Format::rounded(product[i]);
+    }
 }
 
 }  // namespace
 
 extern "C" {
 
-// The sizes and weights of the part of a layer before attention.
+// The sizes and weights of the part of a layer before attention; the same fields as in compiled.py.
 struct Before {
     Weight qkv;
     const float *norm;
     float epsilon;
-    long hidden, num_turned, num_heads, head_dim;  // turned: query and key heads; heads: those and value heads
+    long hidden, num_rotated, num_heads, head_dim;  // rotated: query and key heads; heads: these and value heads
 };
 
-// The same for the part behind it.
-struct Behind {
+// The same for the part after it.
+struct After {
     Weight out, gate_up, down;
     const float *norm;
     float epsilon;
@@ -207,8 +238,9 @@ void before_attention(const Before &layer, const void *hidden, const void *cosin
             for (long head = 0; head < layer.num_heads; head++) {
                 const long sequence = row / new_tokens, token = row % new_tokens;
                 const float *from = sums + row * outputs + head * layer.head_dim;
-                Number *to = (Number *)heads + ((sequence * layer.num_heads + head) * new_tokens + token) * layer.head_dim;
-                if (head >= layer.num_turned) {
+                const long place = (sequence * layer.num_heads + head) * new_tokens + token;
+                Number *to = (Number *)heads + place * layer.head_dim;
+                if (head >= layer.num_rotated) {
                     for (long i = 0; i < layer.head_dim; i++) to[i] = Format::rounded(from[i]);
                     continue;
                 }
@@ -224,10 +256,10 @@ void before_attention(const Before &layer, const void *hidden, const void *cosin
     }
 }
 
-// attended [rows, heads * head_dim] and hidden [rows, hidden] -> y [rows, hidden]: the output projection, the norm and the
-// MLP with SiLU, each added to what came in. scratch holds rows * (3 * hidden + 3 * intermediate) floats.
+// attended [rows, heads * head_dim] and hidden [rows, hidden] -> y [rows, hidden]: the output projection, the norm and
+// the MLP with SiLU, each added to what came in. scratch holds rows * (3 * hidden + 3 * intermediate) floats.
 template <class Format>
-void behind_attention(const Behind &layer, const void *attended, const void *hidden, void *y, float *scratch, long rows,
+void after_attention(const After &layer, const void *attended, const void *hidden, void *y, float *scratch, long rows,
                       int threads) {
     using Number = typename Format::Number;
     using Word = typename Format::Word;
@@ -249,9 +281,8 @@ void behind_attention(const Behind &layer, const void *attended, const void *hid
         for (long row = 0; row < rows; row++)
             for (long piece = 0; piece < (inner + BLOCK - 1) / BLOCK; piece++) {
                 const float *gate = wide + row * 2 * inner, *up = gate + inner;
-                const long end = (piece + 1) * BLOCK < inner ? (piece + 1) * BLOCK : inner;
-                for (long i = piece * BLOCK; i < end; i++)
-                    active[row * inner + i] = Format::rounded(gate[i] / (1 + exponential(-gate[i])) * up[i]);
+                const long first = piece * BLOCK, count = inner - first < BLOCK ? inner - first : long(BLOCK);
+                activate<Format>(gate + first, up + first, active + row * inner + first, count);
             }
         product<Format>(layer.down, (const Word *)active, sums, rows);
 #pragma omp for schedule(static)
@@ -283,13 +314,13 @@ void moray_before_attention_bfloat16(const Before *layer, const void *hidden, co
     before_attention<BFloat16>(*layer, hidden, cosines, sines, heads, scratch, batch, new_tokens, threads);
 }
 
-void moray_behind_attention_float32(const Behind *layer, const void *attended, const void *hidden, void *y,
+void moray_after_attention_float32(const After *layer, const void *attended, const void *hidden, void *y,
                                     float *scratch, long rows, int threads) {
-    behind_attention<Float32>(*layer, attended, hidden, y, scratch, rows, threads);
+    after_attention<Float32>(*layer, attended, hidden, y, scratch, rows, threads);
 }
 
-void moray_behind_attention_bfloat16(const Behind *layer, const void *attended, const void *hidden, void *y,
+void moray_after_attention_bfloat16(const After *layer, const void *attended, const void *hidden, void *y,
                                      float *scratch, long rows, int threads) {
-    behind_attention<BFloat16>(*layer, attended, hidden, y, scratch, rows, threads);
+    after_attention<BFloat16>(*layer, attended, hidden, y, scratch, rows, threads);
 }
 }

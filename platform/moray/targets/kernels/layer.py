@@ -1,7 +1,7 @@
-"""The parts of a decoder layer before and behind attention, each in one call of a compiled kernel.
+"""The parts of a decoder layer before and after attention, each in one call of a compiled kernel.
 
-Between two reads of its weights, a layer over few tokens does so little that the number of operations decides how long
-it takes. Here everything but attention and the cache is two operations.
+Over few tokens, everything in a layer but its products is so short that starting the operations takes longer than
+computing them. Here everything but attention and the cache is two operations.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.targets.kernels.compiled import BeforePointers, BehindPointers, CompiledKernels, CompiledWeight
+from moray.targets.kernels.compiled import AfterPointers, BeforePointers, CompiledKernels, CompiledWeight
 
 
 class BeforeAttention:
@@ -23,7 +23,7 @@ class BeforeAttention:
         epsilon: float,
         qkv: CompiledWeight,
         bias: Tensor | None,
-        num_turned: int,
+        num_rotated: int,
         head_dim: int,
     ) -> None:
         """
@@ -33,30 +33,32 @@ class BeforeAttention:
             epsilon: what the norm adds to the mean square.
             qkv: the projections, joined.
             bias: their biases, joined.
-            num_turned: number of query and key heads, which are rotated.
+            num_rotated: number of query and key heads, which are rotated.
             head_dim: size of a head.
         """
         self._kept = norm.float().contiguous(), None if bias is None else bias.float(), qkv
         weight, own_bias, _ = self._kept
         self._num_heads, self._head_dim, self._outputs = qkv.outputs // head_dim, head_dim, qkv.outputs
         self._sizes = BeforePointers(
-            qkv.described(own_bias),
+            qkv.pointers(own_bias),
             weight.data_ptr(),
             epsilon,
             len(norm),
-            num_turned,
+            num_rotated,
             self._num_heads,
             head_dim,
         )
-        self._function = kernels.function("before_attention", norm.dtype)
+        self._function = kernels.function("before_attention", qkv.dtype)
+        self._dtype = qkv.dtype
 
     def __call__(
         self, hidden: Float[Tensor, "batch new hidden"], rotation: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "batch heads new head_dim"]:
         """Queries and keys, both rotated by these cosines and sines [batch, new, head_dim], and values."""
-        hidden = hidden.contiguous()
         batch, new, width = hidden.shape
-        cosines, sines = rotation
+        for one, shape in ((hidden, hidden.shape), *((one, (batch, new, self._head_dim)) for one in rotation)):
+            _check(one, self._dtype, shape)
+        hidden, cosines, sines = hidden.contiguous(), rotation[0].contiguous(), rotation[1].contiguous()
         heads = hidden.new_empty(batch, self._num_heads, new, self._head_dim)
         scratch = hidden.new_empty(batch * new * (width + self._outputs), dtype=torch.float32)
         self._function(
@@ -73,7 +75,7 @@ class BeforeAttention:
         return heads
 
 
-class BehindAttention:
+class AfterAttention:
     """The output projection, RMSNorm and the MLP with SiLU, and both residual sums."""
 
     def __init__(
@@ -94,17 +96,20 @@ class BehindAttention:
         """
         wide = [None if bias is None else bias.float() for bias in biases]
         self._kept = norm.float().contiguous(), wide, weights
-        out, gate_up, down = (weight.described(bias) for weight, bias in zip(weights, wide, strict=True))
+        out, gate_up, down = (weight.pointers(bias) for weight, bias in zip(weights, wide, strict=True))
         self._scratch = 3 * len(norm) + 3 * (weights[1].outputs // 2)
-        self._sizes = BehindPointers(
+        self._sizes = AfterPointers(
             out, gate_up, down, self._kept[0].data_ptr(), epsilon, len(norm), weights[1].outputs // 2
         )
-        self._function = kernels.function("behind_attention", norm.dtype)
+        self._function = kernels.function("after_attention", weights[0].dtype)
+        self._dtype = weights[0].dtype
 
     def __call__(
         self, attended: Float[Tensor, "batch new inner"], hidden: Float[Tensor, "batch new hidden"]
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output, from what attention gives and the layer's input."""
+        _check(attended, self._dtype, attended.shape)
+        _check(hidden, self._dtype, hidden.shape)
         attended, hidden = attended.contiguous(), hidden.contiguous()
         rows = hidden.numel() // hidden.shape[-1]
         out = torch.empty_like(hidden)
@@ -119,3 +124,9 @@ class BehindAttention:
             torch.get_num_threads(),
         )
         return out
+
+
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The kernels read memory as they are told to, so that a mistake would give numbers and no error."""
+    assert x.dtype == dtype, f"{x.dtype} was given to a kernel for {dtype}"
+    assert x.shape == shape, f"{tuple(x.shape)} was given to a kernel for {tuple(shape)}"

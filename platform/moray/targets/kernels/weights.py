@@ -25,13 +25,18 @@ class PackedWeight:
     """A weight and the copies of it that the kernels read."""
 
     def __init__(self, weight: Float[Tensor, "outputs inputs"], kernels: Kernels) -> None:
+        """
+        Raises:
+            UnavailableError: the compiled kernels are asked for, and cannot be used on this machine.
+        """
         self.weight, self._dtype = weight, kernels.dtype or weight.dtype
         rounded = weight.to(self._dtype)
         self._packed_from = kernels.packed_from
         self._packed = None if kernels.packed_from is None else pack(rounded)
         self._compiled_up_to = kernels.compiled_up_to
-        self.compiled = CompiledWeight(loaded_kernels(), rounded) if kernels.compiled_up_to else None
-        """The copy that the compiled kernels read."""
+        is_compiled = kernels.compiled_up_to > 0 and loaded_kernels().can_compute(rounded, self._dtype)
+        self.compiled = CompiledWeight(loaded_kernels(), rounded) if is_compiled else None
+        """The copy that the compiled kernels read; None without them, or for half a word in a row."""
 
     def linear(
         self, x: Float[Tensor, "*batch inputs"], bias: Float[Tensor, " outputs"] | None = None

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 import pytest
+from compiled_kernels import needs_compiler
 
 from moray.targets.kernels import build
 from moray.targets.kernels.build import UnavailableError
-from moray.targets.kernels.compiled import CompiledKernels, load_kernels
-
-needs_compiler = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
-)
 
 
 def unavailable_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
@@ -48,3 +44,23 @@ def test_the_library_is_compiled_once(monkeypatch, tmp_path):
     written = library.stat().st_mtime_ns
     assert build.load_library()._name == first._name == str(library)
     assert library.stat().st_mtime_ns == written
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build._FLAGS))
+    library = build._compiled("g++")
+    library.write_bytes(b"")
+    assert build.load_library().moray_block() > 0
+
+
+@needs_compiler
+def test_without_a_home_the_reason_is_given(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", no_home)
+    with pytest.raises(UnavailableError, match="no cache folder for them: no home"):
+        build.load_library()

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_kernels import needs_compiler
 from tiny_targets import load_target
 from torch import nn
 
@@ -15,17 +16,13 @@ from moray.targets import model as target_model
 from moray.targets.kernels import choice, weights
 from moray.targets.kernels.build import UnavailableError
 from moray.targets.kernels.choice import choose_kernels
-from moray.targets.kernels.compiled import CompiledKernels, load_kernels
 from moray.targets.kernels.kinds import ALL_ROWS, Kernels
 from moray.targets.kernels.weights import has_packed_kernels, linear_weights
 
 NEEDS_BF16 = pytest.mark.skipif(
     not has_packed_kernels(torch.bfloat16), reason="this CPU has no instructions that oneDNN wants for bf16"
 )
-NEEDS_COMPILER = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
-)
-NEVER = (0.5,) * 6
+NEVER = (0.5,) * 7
 LARGE = [torch.randn(2048, 1024) for _ in range(3)]
 
 
@@ -54,13 +51,13 @@ def test_small_and_unknown_weights_are_left_as_they_are(monkeypatch):
 @pytest.mark.parametrize(
     ("packed", "expected"),
     [
-        ((2.0, 2.0, 2.0, 2.0, 2.0, 2.0), 1),
-        ((1.0, 2.0, 2.0, 2.0, 2.0, 2.0), 2),
-        ((0.7, 0.7, 1.1, 1.1, 1.1, 1.1), 4),
-        ((0.7, 0.7, 1.04, 1.1, 1.1, 1.1), 8),
-        ((2.0, 2.0, 2.0, 2.0, 1.0, 0.96), 1),
-        ((2.0, 2.0, 2.0, 2.0, 2.0, 0.95), None),
-        ((1.04,) * 6, None),
+        ((2.0,) * 7, 1),
+        ((1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0), 2),
+        ((0.7, 0.7, 1.1, 1.1, 1.1, 1.1, 1.1), 4),
+        ((0.7, 0.7, 1.04, 1.1, 1.1, 1.1, 1.1), 8),
+        ((2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 0.96), 1),
+        ((2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 0.95), None),
+        ((1.04,) * 7, None),
     ],
 )
 def test_packed_weights_are_used_from_the_first_row_count_that_gains(monkeypatch, packed, expected):
@@ -68,21 +65,23 @@ def test_packed_weights_are_used_from_the_first_row_count_that_gains(monkeypatch
     measured(monkeypatch, {"packed": packed})
     found = choose_kernels(LARGE)
     assert (found.packed_from, found.compiled_up_to, found.dtype) == (expected, 0, None)
-    assert re.search(r"with 1, 2, 4, 8, 17 and 64 rows: packed( \d\.\d\d,){4} \d\.\d\d and \d\.\d\d; no", found.reason)
+    assert "with 1, 2, 4, 8, 17, 64 and 512 rows: packed " in found.reason
+    assert re.search(r"packed( \d\.\d\d,){5} \d\.\d\d and \d\.\d\d; no", found.reason)
     assert found.reason.endswith("no compiled ones: g++ is not installed")
     assert ("torch's own" in found.reason) == (expected != 1)
 
 
-@NEEDS_COMPILER
+@needs_compiler
 @pytest.mark.parametrize(
     ("compiled", "packed", "up_to", "packed_from"),
     [
-        ((2.0,) * 6, (1.5,) * 6, ALL_ROWS, None),
-        ((2.0, 2.0, 2.0, 2.0, 1.0, 1.0), (1.5,) * 6, 8, 17),
-        ((2.0, 2.0, 2.0, 2.0, 1.0, 0.9), NEVER, 17, None),
-        ((2.0, 0.9, 2.0, 2.0, 2.0, 2.0), NEVER, 1, None),
-        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), NEVER, 0, None),
-        ((1.52,) * 6, (1.5,) * 6, 0, 1),
+        ((2.0,) * 7, (1.5,) * 7, ALL_ROWS, None),
+        ((2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0), (1.5,) * 7, 17, 18),
+        ((2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0), (0.5, 0.5, 0.5, 0.5, 0.5, 1.5, 1.5), 17, 64),
+        ((2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 0.9), NEVER, 64, None),
+        ((0.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0), NEVER, ALL_ROWS, None),
+        ((1.0,) * 7, NEVER, 0, None),
+        ((1.52,) * 7, (1.5,) * 7, 0, 1),
     ],
 )
 def test_compiled_kernels_are_used_while_they_are_the_fastest(monkeypatch, compiled, packed, up_to, packed_from):
@@ -95,12 +94,12 @@ def test_compiled_kernels_are_used_while_they_are_the_fastest(monkeypatch, compi
 
 @pytest.mark.parametrize(
     ("has_compiler", "expected"),
-    [pytest.param(True, (8, 9), marks=NEEDS_COMPILER), (False, (0, 4))],
+    [pytest.param(True, (8, 9), marks=needs_compiler), (False, (0, 4))],
 )
 def test_nothing_is_concluded_while_other_work_disturbs_the_timing(monkeypatch, has_compiler, expected):
     if not has_compiler:
         monkeypatch.setattr(choice, "load_kernels", lambda: UnavailableError("of this test"))
-    figures = {"compiled": (0.5, 3.0, 0.5, 1.0, 1.0, 1.0), "packed": (24.0,) * 6}
+    figures = {"compiled": (0.5, 3.0, 0.5, 1.0, 1.0, 1.0, 1.0), "packed": (24.0,) * 7}
     measured(monkeypatch, figures if has_compiler else {"packed": figures["packed"]}, noise=2.34)
     found = choose_kernels(LARGE, may_round=True)
     assert (found.compiled_up_to, found.packed_from) == expected
@@ -108,23 +107,26 @@ def test_nothing_is_concluded_while_other_work_disturbs_the_timing(monkeypatch, 
     assert "as on most machines; other work disturbs the timing here, products take 2.3 times" in found.reason
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_a_second_copy_is_not_made_without_memory_for_it(monkeypatch):
     monkeypatch.setattr(choice, "_free_bytes", lambda: 70 << 20)
-    measured(monkeypatch, {"compiled": (2.0, 2.0, 2.0, 0.5, 0.5, 0.5), "packed": (1.5,) * 6})
+    measured(monkeypatch, {"compiled": (2.0, 2.0, 2.0, 2.0, 0.5, 0.5, 0.5), "packed": (1.5,) * 7})
     found = choose_kernels(LARGE)
-    assert (found.compiled_up_to, found.packed_from) == (4, None)
+    assert (found.compiled_up_to, found.packed_from) == (8, None)
+    assert "too little memory" in found.reason
+    measured(monkeypatch, {"compiled": NEVER, "packed": NEVER}, noise=2.34)
+    assert choose_kernels(LARGE).packed_from is None
 
 
 @NEEDS_BF16
-@NEEDS_COMPILER
+@needs_compiler
 @pytest.mark.parametrize(
     ("exact", "rounded", "expected"),
     [
-        ((2.0,) * 6, (4.0,) * 6, (torch.bfloat16, ALL_ROWS)),
-        ((2.0,) * 6, (4.0, 4.0, 4.0, 4.0, 4.0, 2.0), (None, ALL_ROWS)),
-        (NEVER, (1.1,) * 6, (torch.bfloat16, ALL_ROWS)),
-        (NEVER, (1.0,) * 6, (None, 0)),
+        ((2.0,) * 7, (4.0,) * 7, (torch.bfloat16, ALL_ROWS)),
+        ((2.0,) * 7, (4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 2.0), (None, ALL_ROWS)),
+        (NEVER, (1.1,) * 7, (torch.bfloat16, ALL_ROWS)),
+        (NEVER, (1.0,) * 7, (None, 0)),
     ],
     ids=["faster", "not for every number of rows", "where others are slower", "no faster than torch's"],
 )
@@ -157,6 +159,8 @@ def test_kernels_that_compute_less_precisely_are_not_used(monkeypatch):
     assert not found.are_packed
     assert "results of packed ones differ by" in found.reason
     assert "more than rounding" in found.reason
+    monkeypatch.setattr(weights, "packed_linear", lambda x, packed, bias: F.linear(x, LARGE[0]) * torch.nan)
+    assert "differ by inf" in choose_kernels(3 * LARGE[:1]).reason
 
 
 def products(clock: list[float], seconds: Callable[[int, int], float]) -> list[Callable[[], None]]:

@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+from compiled_kernels import CPUS, kernels_for, needs_compiler
 
-from moray.targets.kernels.compiled import CompiledKernels, CompiledWeight, load_kernels, loaded_kernels
-
-needs_compiler = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
-)
+from moray.targets.kernels.compiled import CompiledKernels, CompiledWeight, load_kernels
 
 
-@pytest.fixture
-def kernels() -> CompiledKernels:
-    return loaded_kernels()
+@pytest.fixture(scope="module", params=CPUS)
+def kernels(request, tmp_path_factory):
+    yield from kernels_for(request.param, tmp_path_factory.mktemp("cache"))
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_there_are_kernels():
+    assert isinstance(load_kernels(), CompiledKernels), str(load_kernels())
 
 
 @needs_compiler

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_kernels import needs_compiler
 from torch import nn
 
 from moray.targets.kernels import weights
-from moray.targets.kernels.compiled import CompiledKernels, CompiledWeight, load_kernels
+from moray.targets.kernels.compiled import CompiledWeight
 from moray.targets.kernels.kinds import ALL_ROWS, Kernels, stock_kernels
 from moray.targets.kernels.weights import PackedLinear, PackedWeight, has_packed_kernels, pack_linears
 
@@ -18,11 +19,8 @@ OUTPUTS, INPUTS = 48, 32
 NEEDS_BF16 = pytest.mark.skipif(
     not has_packed_kernels(torch.bfloat16), reason="this CPU has no instructions that oneDNN wants for bf16"
 )
-NEEDS_COMPILER = pytest.mark.skipif(
-    not isinstance(load_kernels(), CompiledKernels), reason="g++ or Linux is missing, which compiled kernels need"
-)
 BOTH = Kernels(4, "for a test", compiled_up_to=2)
-KINDS = [PACKED, pytest.param(COMPILED, marks=NEEDS_COMPILER), pytest.param(BOTH, marks=NEEDS_COMPILER)]
+KINDS = [PACKED, pytest.param(COMPILED, marks=needs_compiler), pytest.param(BOTH, marks=needs_compiler)]
 
 
 def packed_model(dtype: torch.dtype = torch.float32, kernels: Kernels = PACKED) -> Any:
@@ -99,7 +97,7 @@ def test_a_weight_that_is_replaced_is_the_one_that_counts():
     assert torch.equal(layer(torch.ones(2, OUTPUTS)), torch.full((2, 3), float(OUTPUTS)))
 
 
-@NEEDS_COMPILER
+@needs_compiler
 @torch.inference_mode()
 def test_compiled_kernels_are_used_up_to_their_largest_row_count(monkeypatch):
     both = PackedWeight(torch.randn(OUTPUTS, INPUTS), Kernels(4, "", compiled_up_to=2))
@@ -112,3 +110,14 @@ def test_compiled_kernels_are_used_up_to_their_largest_row_count(monkeypatch):
     with stock_kernels():
         both.linear(torch.randn(1, INPUTS))
     assert used == ["compiled", "compiled", "packed"]
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_half_a_word_in_a_row_is_left_to_torch():
+    """A part of a split target may be so, though the first process's part, on which kernels are chosen, is not."""
+    weight = torch.randn(OUTPUTS, 33).bfloat16()
+    odd = PackedWeight(weight, COMPILED)
+    assert odd.compiled is None
+    x = torch.randn(2, 33).bfloat16()
+    assert torch.equal(odd.linear(x), F.linear(x, weight))
