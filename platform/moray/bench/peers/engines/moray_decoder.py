@@ -1,5 +1,6 @@
 """Moray itself: plain decoding, and drafters with adaptive depth."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -61,4 +62,5 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # the log says which kernels were chosen
     answer_from(load)
