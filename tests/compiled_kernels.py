@@ -14,7 +14,15 @@ from moray.targets.kernels.compiled import CompiledKernels
 CAN_COMPILE = sys.platform == "linux" and shutil.which("g++") is not None
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="compiled kernels need g++ and Linux")
 
-CPUS = ["native", *(["x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else [])]
+
+def _cpus() -> list[str]:
+    if platform.machine() != "x86_64":
+        return ["native"]
+    has_avx2 = " avx2 " in Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else False
+    return ["native", *(["x86-64-v3"] if has_avx2 else []), "x86-64"]
+
+
+CPUS = _cpus()
 """What the kernels are compiled for: this machine's CPU, one with AVX2, and one without AVX."""
 
 
