@@ -137,14 +137,9 @@ class FusedLayer:
     def _compiled_after(self) -> AfterAttention | None:
         parts, norm = (self._out, self._gate_up, self._down), self._norms[1]
         out, gate_up, down = (part.compiled for part in parts)
-        if (
-            out is None
-            or gate_up is None
-            or down is None
-            or not isinstance(self._activation, (nn.SiLU, SiLUActivation))
-        ):
+        if out is None or gate_up is None or down is None or any(part.sums_ranks for part in parts):
             return None
-        if any(part.sums_ranks for part in parts):
+        if not isinstance(self._activation, nn.SiLU | SiLUActivation):
             return None
         biases = (self._out.bias, self._gate_up.bias, self._down.bias)
         weights = (out, gate_up, down)
