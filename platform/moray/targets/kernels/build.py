@@ -80,12 +80,12 @@ def _compiled(compiler: str) -> Path:
 
 
 def _cache_folder() -> Path:
-    """`~/.cache/moray`, which nobody else may write to, since code in it is run."""
+    """`~/.cache/moray`. Only the user may write to it, because code in it is run."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moray"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
-    except (OSError, RuntimeError) as error:  # the second if nobody's home is known
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UnavailableError(f"there is no cache folder for them: {error}") from None
     if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UnavailableError(f"others may write to '{folder}'")

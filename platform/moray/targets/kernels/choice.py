@@ -189,7 +189,7 @@ def _first_gain(gains: Mapping[int, float]) -> int | None:
 
 
 def _which(compiled_up_to: int, packed_from: int | None) -> str:
-    """For example "compiled kernels for up to 17 rows, packed weights for 64 and more"."""
+    """For example "compiled kernels for up to 17 rows, packed weights for 18 rows and more"."""
     parts = []
     if compiled_up_to:
         parts.append("compiled kernels" + ("" if compiled_up_to == ALL_ROWS else f" for up to {compiled_up_to} rows"))

@@ -260,7 +260,7 @@ void before_attention(const Before &layer, const void *hidden, const void *cosin
 // the MLP with SiLU, each added to what came in. scratch holds rows * (3 * hidden + 3 * intermediate) floats.
 template <class Format>
 void after_attention(const After &layer, const void *attended, const void *hidden, void *y, float *scratch, long rows,
-                      int threads) {
+                     int threads) {
     using Number = typename Format::Number;
     using Word = typename Format::Word;
     const long width = layer.hidden, inner = layer.intermediate;

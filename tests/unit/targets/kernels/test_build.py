@@ -1,4 +1,4 @@
-"""Kernels are compiled once for each machine, in a folder that nobody else may write to; or the reason is given."""
+"""Kernels are compiled once for each machine, in a folder that only the user can write to; errors say why not."""
 
 from pathlib import Path
 
