@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.visibility import Visible, attend_visible
 
 GROUPED = "moray_grouped_sdpa"
@@ -34,15 +35,17 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | Visible | None,
     scaling: float | None = None,
+    compiled: CompiledAttention | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention, [batch, heads, seq, head_dim] in, [batch, seq, heads, head_dim] out."""
+    """Scaled dot-product attention, [batch, heads, seq, head_dim] in, [batch, seq, heads, head_dim] out; by the
+    `compiled` kernel, if that is given and can compute it."""
     if isinstance(attention_mask, Visible):
         return attend_visible(query, key, value, attention_mask, scaling).transpose(1, 2), None
     if attention_mask is None and query.shape[2] > 1:
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
     else:
-        out = attend_grouped(query, key, value, attention_mask, scaling)
+        out = attend_grouped(query, key, value, attention_mask, scaling, compiled)
     return out.transpose(1, 2), None
 
 
@@ -52,8 +55,10 @@ def attend_grouped(
     value: Float[Tensor, "batch kv_heads slots head_dim"],
     mask: Float[Tensor, "#batch 1 #seq slots"] | Bool[Tensor, "#batch 1 #seq slots"] | None,
     scale: float | None = None,
+    compiled: CompiledAttention | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Attention of query heads to the key/value head that their group shares.
+    """Attention of query heads to the key/value head that their group shares; by the `compiled` kernel, if that is
+    given and can compute it.
 
     Without a mask, every query sees all slots. A CPU's fused kernel reads keys and values again for each head, and in
     half precision converts them each time. If the heads of a group are passed as further queries of one head, it does
@@ -62,6 +67,8 @@ def attend_grouped(
     """
     batch, num_heads, seq, head_dim = query.shape
     num_kv_heads = key.shape[1]
+    if compiled is not None and compiled.can_compute(query, key, value, mask):
+        return compiled(query, key, value, mask, head_dim**-0.5 if scale is None else scale)
     group = num_heads // num_kv_heads
     is_worth_it = query.device.type == "cpu" and seq <= _FEW and not (seq == 1 and query.dtype == torch.float32)
     if group == 1 or not is_worth_it:

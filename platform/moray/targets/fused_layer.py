@@ -3,8 +3,8 @@
 A pass over few tokens is so short that the number of operations matters. transformers computes a layer in about sixty
 operations, seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate
 and up projections, and norms and rotations take half the operations. Where Moray's own kernels are used (see
-`targets.kernels`), a pass of few tokens takes one operation before attention and one after it. The results equal those
-of transformers up to rounding.
+`targets.kernels`), a pass of few tokens takes one operation before attention, one for it and one after it. The results
+equal those of transformers up to rounding.
 
 Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
 joined ones are copies, not pages of the model's file, so that they can lie in huge pages. The layer's own forward pass
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from moray.targets.attention import grouped_attention
+from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
-from moray.targets.kernels.kinds import PLAIN, Kernels, is_stock
+from moray.targets.kernels.kinds import PLAIN, Kernels, are_plain_weights_wanted
 from moray.targets.kernels.layer import AfterAttention, BeforeAttention
 from moray.targets.kernels.weights import PackedWeight
 from moray.targets.parallel.linear import RowParallelLinear
@@ -65,6 +66,7 @@ class FusedLayer:
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._compiled_up_to = 0
         self._before: BeforeAttention | None = None
+        self._attends: CompiledAttention | None = None
         self._after: AfterAttention | None = None
 
     def pack(self, kernels: Kernels) -> None:
@@ -73,6 +75,7 @@ class FusedLayer:
             joined.pack(kernels)
         self._compiled_up_to = kernels.compiled_up_to
         self._before = self._compiled_before() if kernels.compiled_up_to else None
+        self._attends = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
         self._after = self._compiled_after() if kernels.compiled_up_to else None
 
     def __call__(
@@ -86,7 +89,7 @@ class FusedLayer:
         **others: Any,
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output; takes the arguments of transformers' layers."""
-        if not isinstance(position_embeddings, Rotation) or past_key_values is None or self._is_stock_wanted():
+        if not isinstance(position_embeddings, Rotation) or past_key_values is None or are_plain_weights_wanted():
             return self._stock(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -99,7 +102,9 @@ class FusedLayer:
         batch, new, _ = hidden_states.shape
         query, key, value = self._heads(hidden_states, position_embeddings)
         key, value = past_key_values.update(key, value, self._layer_number)
-        attended, _ = grouped_attention(self._attention, query, key, value, attention_mask, self._scaling)
+        attended, _ = grouped_attention(
+            self._attention, query, key, value, attention_mask, self._scaling, self._attends
+        )
         return self._output(hidden_states, attended.reshape(batch, new, -1))
 
     def _heads(self, hidden_states: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
@@ -144,9 +149,6 @@ class FusedLayer:
         biases = (self._out.bias, self._gate_up.bias, self._down.bias)
         weights = (out, gate_up, down)
         return AfterAttention(loaded_kernels(), norm.weight.data, norm.variance_epsilon, weights, biases)
-
-    def _is_stock_wanted(self) -> bool:
-        return is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 class _Joined:

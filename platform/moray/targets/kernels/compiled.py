@@ -65,10 +65,14 @@ class CompiledKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.block: int = library.moray_block()
         """Outputs of a block, by which weights are packed."""
+        self.lanes: int = library.moray_lanes()
+        """Numbers of a vector, of which a head's size must be a multiple for attention."""
+        self.max_head: int = library.moray_max_head()
+        """The largest head for attention."""
         pointer, count, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self._functions = {
             (name, dtype): getattr(library, f"moray_{name}_{suffix}")
-            for name in ("linear", "before_attention", "after_attention")
+            for name in ("linear", "before_attention", "attention", "after_attention")
             for dtype, suffix in _SUFFIXES.items()
         }
         for (name, _), function in self._functions.items():
@@ -76,6 +80,7 @@ class CompiledKernels:
             function.argtypes = {
                 "linear": [*3 * [pointer], count, threads],
                 "before_attention": [*6 * [pointer], count, count, threads],
+                "attention": [*7 * [pointer], ctypes.c_float, threads],
                 "after_attention": [*5 * [pointer], count, threads],
             }[name]
 
