@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.common.layers import Attention, DecoderLayer
 from moray.drafters.config_base import DrafterConfigBase, TrainableBase
 from moray.drafters.learner import DraftOutput, DraftView, Learner
 from moray.errors import ConfigError
@@ -224,6 +225,9 @@ class Drafter(Learner, Generic[State]):
         rows = [self.vocabulary.rows] if self.vocabulary.is_reduced else []
         kernels = choose_kernels([*linear_weights(self), *rows], may_round=True)
         pack_linears(self, kernels)
+        for part in self.modules():
+            if isinstance(part, Attention | DecoderLayer):
+                part.pack(kernels)
         self.vocabulary.pack(kernels)
         return kernels.reason
 

@@ -26,12 +26,12 @@ from moray.drafters.common.attention import KVBuffer, Mask, Reach, without_known
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.features import FeatureState, features_before, keep_drafted
 from moray.drafters.common.layers import (
+    DecoderLayer,
     KeysValues,
     RMSNorm,
     Rotary,
     RotaryTable,
     SelfAttention,
-    SwiGLU,
     init_weights,
 )
 from moray.drafters.common.rows import Rows
@@ -44,16 +44,14 @@ from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer[SelfAttention]):
     """A decoder layer whose attention reads embedding and feature side by side, and adds to the feature."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__()
+        super().__init__(width, config, norm_eps, has_input_norm=False)
         self.embedding_norm = RMSNorm(width, norm_eps)
         self.feature_norm = RMSNorm(width, norm_eps)
         self.attention = SelfAttention(2 * width, config, head_dim, out_width=width)
-        self.mlp_norm = RMSNorm(width, norm_eps)
-        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def unroll(
         self,
@@ -93,12 +91,6 @@ class Eagle3Layer(nn.Module):
         self, embedded: Float[Tensor, "batch seq width"], feature: Float[Tensor, "batch seq width"]
     ) -> Float[Tensor, "batch seq both"]:
         return torch.cat([self.embedding_norm(embedded), self.feature_norm(feature)], dim=-1)
-
-    def _finish(
-        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq width"]
-    ) -> Float[Tensor, "batch seq width"]:
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class Eagle3(BatchedDrafter[FeatureState]):

@@ -110,7 +110,7 @@ class Glide(BatchedDrafter[GlideState]):
     def _attend_to_itself(
         self, x: Float[Tensor, "batch seq hidden"], rotary: Rotary
     ) -> Float[Tensor, "batch seq hidden"]:
-        return x + self.self_attention(self.self_norm(x), rotary, "causal")
+        return x + self.self_attention.o_proj(self.self_attention(self.self_norm(x), rotary, "causal"))
 
     def _finish_over(
         self,
@@ -173,11 +173,12 @@ class Glide(BatchedDrafter[GlideState]):
         rows = Rows([state.slots for state in states], tokens, ancestors, depth)
         reaches = rows.reach([state.own for state in states])
         x = self._embed(rows.tokens)
-        attended = self.self_attention.draft(self.self_norm(x), rows.rotary(self.rotary), reaches)
+        attention = self.self_attention
+        attended = attention.o_proj(attention.draft(self.self_norm(x), rows.rotary(self.rotary), reaches))
         memories = [state.target[..., : state.slots.num_verified, :] for state in states]
         hidden = self._finish(
             without_known(x, reaches) + attended,
             rows.node_positions.reshape(1, -1),
-            partial(attend_each, memories=memories),
+            partial(attend_each, memories=memories, compiled=attention.compiled),
         )
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0])).view(*tokens.shape, -1)

@@ -5,6 +5,7 @@ drafting keeps them in preallocated buffers.
 """
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from moray.drafters.common.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within, without_known
 from moray.drafters.common.direction import Direction
 from moray.drafters.config_base import BlockConfig
+from moray.targets.kernels.attention import CompiledAttention
+from moray.targets.kernels.compiled import loaded_kernels
+from moray.targets.kernels.kinds import Kernels, are_plain_weights_wanted
+from moray.targets.kernels.layer import AfterAttention
 from moray.targets.visibility import Visible
 
 Rotary = Complex[Tensor, "#seq half"]
@@ -83,11 +88,27 @@ class RMSNorm(nn.RMSNorm):
         return (x / torch.hypot(length, self._floor)).to(x.dtype)
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Attention whose results are the heads side by side: `o_proj` is left to the layer, which may compute it together
+    with what follows."""
+
+    o_proj: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: CompiledAttention | None = None
+        """The kernel that computes few queries, if there is one."""
+
+    def pack(self, kernels: Kernels) -> None:
+        """Draft with these kernels from now on."""
+        self.compiled = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
+
+
+class SelfAttention(Attention):
     """Grouped-query self-attention: over whole sequences in training, over a cache while drafting."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, out_width: int | None = None) -> None:
-        """`out_width` is that of the output; None for `width`."""
+        """`out_width` is that of `o_proj`'s output; None for `width`."""
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
@@ -100,18 +121,18 @@ class SelfAttention(nn.Module):
         normed: Float[Tensor, "batch seq width"],
         rotary: Rotary,
         mask: Mask,
-    ) -> Float[Tensor, "batch seq out"]:
+    ) -> Float[Tensor, "batch seq inner"]:
         """All positions at once."""
         query, key, value = self._heads_of(normed, rotary)
-        return self.o_proj(attend(query, key, value, mask))
+        return attend(query, key, value, mask, self.compiled)
 
     def unroll(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
-    ) -> tuple[Float[Tensor, "batch seq out"], KeysValues]:
+    ) -> tuple[Float[Tensor, "batch seq inner"], KeysValues]:
         """All positions at once, over the keys and values of earlier steps and of this step, which are returned."""
         query, key, value = self._heads_of(normed, rotary)
         keys, values = zip(*earlier, (key, value), strict=True)
-        return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (key, value)
+        return attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask), (key, value)
 
     def _heads_of(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
@@ -136,16 +157,16 @@ class SelfAttention(nn.Module):
 
     def draft(
         self, normed: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
-    ) -> Float[Tensor, "1 rest out"]:
+    ) -> Float[Tensor, "1 rest inner"]:
         """New positions of several sequences, concatenated, each over its sequence's cache."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], rotary)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
-        return self.o_proj(attend_within(query, key, value, reaches))
+        return attend_within(query, key, value, reaches, self.compiled)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Attention):
     """Grouped-query attention to keys and values that the caller computes, keeps and passes in."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
@@ -170,18 +191,18 @@ class CrossAttention(nn.Module):
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
         mask: Visible | None,
-    ) -> Float[Tensor, "batch seq width"]:
+    ) -> Float[Tensor, "batch seq inner"]:
         """Attention of the positions of `normed`, rotated by `rotary`, to the given keys and values."""
-        return self.o_proj(attend(self._query(normed, rotary), key, value, mask))
+        return attend(self._query(normed, rotary), key, value, mask)
 
     def draft(
         self,
         normed: Float[Tensor, "1 rows width"],
         rotary: Rotary,
         memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
-    ) -> Float[Tensor, "1 rows width"]:
+    ) -> Float[Tensor, "1 rows inner"]:
         """New positions of several sequences, the same number for each, over all of their sequence's memory."""
-        return self.o_proj(attend_each(self._query(normed, rotary), memories))
+        return attend_each(self._query(normed, rotary), memories, self.compiled)
 
     def _query(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
@@ -206,23 +227,44 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class _Layer(nn.Module):
-    """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+AttentionT = TypeVar("AttentionT", bound=Attention)
+
+
+class DecoderLayer(nn.Module, Generic[AttentionT]):
+    """Pre-norm decoder layer: x + o_proj(attention(norm(x))), then x + mlp(norm(x))."""
+
+    attention: AttentionT
 
     def __init__(self, width: int, config: BlockConfig, norm_eps: float, has_input_norm: bool = True) -> None:
         super().__init__()
         self.input_norm = RMSNorm(width, norm_eps) if has_input_norm else nn.Identity()
         self.mlp_norm = RMSNorm(width, norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
+        self._after: AfterAttention | None = None
+        self._compiled_up_to = 0
+
+    def pack(self, kernels: Kernels) -> None:
+        """Draft with these kernels from now on; its linear layers are packed already. What follows attention is then
+        one operation."""
+        linears = (self.attention.o_proj, self.mlp.gate_up, self.mlp.down)
+        self._after = AfterAttention.of(linears, self.mlp_norm.weight.detach(), self.mlp_norm.eps or 0.0)
+        self._compiled_up_to = kernels.compiled_up_to
+
+    def has_compiled_end(self, x: Float[Tensor, "batch seq width"]) -> bool:
+        """Whether one operation computes what follows attention for so many rows."""
+        rows = x.shape[0] * x.shape[1]
+        return self._after is not None and rows <= self._compiled_up_to and not are_plain_weights_wanted()
 
     def _finish(
-        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq width"]
+        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq inner"]
     ) -> Float[Tensor, "batch seq width"]:
-        x = x + attended
+        if self._after is not None and self.has_compiled_end(x):
+            return self._after(attended.to(self._after.dtype), x.to(self._after.dtype)).to(x.dtype)
+        x = x + self.attention.o_proj(attended)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class SelfAttentionLayer(_Layer):
+class SelfAttentionLayer(DecoderLayer[SelfAttention]):
     """A decoder layer: over whole sequences in training, over a cache while drafting."""
 
     def __init__(
@@ -260,7 +302,7 @@ class SelfAttentionLayer(_Layer):
         return self._finish(without_known(x, reaches), attended)
 
 
-class CrossAttentionLayer(_Layer):
+class CrossAttentionLayer(DecoderLayer[CrossAttention]):
     """A decoder layer whose attention reads a memory: keys and values that `memorise` computed once."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:

@@ -6,10 +6,10 @@ norms' weights are folded into the projections, and everything linear is applied
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from moray.drafters.common.attention import attend
-from moray.drafters.common.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
+from moray.drafters.common.layers import DecoderLayer, RMSNorm, Rotary, SelfAttention, rotate
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.moa.gated_mean import GatedMean
 from moray.drafters.moa.layer_attention import LayerAttention
@@ -21,27 +21,27 @@ _MAX_SCORES = 1 << 21
 """Maximum number of attention scores computed at a time; in float32 they take 8 MiB."""
 
 
-class PooledSelfAttentionLayer(nn.Module):
+class PooledSelfAttentionLayer(DecoderLayer[SelfAttention]):
     """mean(h + mlp(norm(h))), where h = x + attention(norm(x))."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(width, norm_eps)
+        super().__init__(width, config, norm_eps)
         self.attention = SelfAttention(width, config, head_dim)
-        self.mlp_norm = RMSNorm(width, norm_eps)
-        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
         """All positions of `x` at once."""
+        if self.has_compiled_end(x):  # few tokens, drafted with: the number of operations matters
+            return self._finish(x, self.attention(self.input_norm(x), rotary, None)).mean(dim=1)
         x = x + self._attention(x, rotary)
         # The MLP's last projection is linear, so it is applied to the mean: 1/seq of the work.
         gated = GatedMean.apply(self.mlp_norm.project(x, self.mlp.gate_up.weight))
         return x.mean(dim=1) + self.mlp.down(gated)
 
     def _attention(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch seq width"]:
-        attention = self.attention
+        attention, norm = self.attention, self.input_norm
+        assert isinstance(norm, RMSNorm)
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-        qkv = self.input_norm.project(x, attention.qkv_proj.weight)
+        qkv = norm.project(x, attention.qkv_proj.weight)
         is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT
         is_float, is_grouped = qkv.dtype == torch.float32, num_heads != num_kv_heads
         if is_short and is_float and not is_grouped:  # half precision has no complex numbers

@@ -8,9 +8,16 @@ import ctypes
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from moray.targets.kernels.compiled import AfterPointers, BeforePointers, CompiledKernels, CompiledWeight
+from moray.targets.kernels.compiled import (
+    AfterPointers,
+    BeforePointers,
+    CompiledKernels,
+    CompiledWeight,
+    loaded_kernels,
+)
+from moray.targets.kernels.weights import PackedLinear
 
 
 class BeforeAttention:
@@ -102,14 +109,29 @@ class AfterAttention:
             out, gate_up, down, self._kept[0].data_ptr(), epsilon, len(norm), weights[1].outputs // 2
         )
         self._function = kernels.function("after_attention", weights[0].dtype)
-        self._dtype = weights[0].dtype
+        self.dtype = weights[0].dtype
+        """Dtype of its inputs and its output."""
+
+    @classmethod
+    def of(
+        cls, linears: tuple[nn.Module, nn.Module, nn.Module], norm: Float[Tensor, " hidden"], epsilon: float
+    ) -> "AfterAttention | None":
+        """From packed linear layers: the output projection, the gate and up projections joined, and the down
+        projection. None if they have no compiled weights."""
+        packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+        found = [(linear.compiled, linear.bias) for linear in packed if linear.compiled is not None]
+        if len(found) < len(linears):
+            return None
+        (out, *_), (gate_up, *_), (down, *_) = found
+        biases = [bias for _, bias in found]
+        return cls(loaded_kernels(), norm, epsilon, (out, gate_up, down), (biases[0], biases[1], biases[2]))
 
     def __call__(
         self, attended: Float[Tensor, "batch new inner"], hidden: Float[Tensor, "batch new hidden"]
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output, from what attention gives and the layer's input."""
-        _check(attended, self._dtype, attended.shape)
-        _check(hidden, self._dtype, hidden.shape)
+        _check(attended, self.dtype, attended.shape)
+        _check(hidden, self.dtype, hidden.shape)
         attended, hidden = attended.contiguous(), hidden.contiguous()
         rows = hidden.numel() // hidden.shape[-1]
         out = torch.empty_like(hidden)

@@ -68,6 +68,11 @@ class PackedLinear(nn.Module):
         """Compute with these kernels from now on."""
         self._both = PackedWeight(self.weight.detach(), kernels)
 
+    @property
+    def compiled(self) -> CompiledWeight | None:
+        """The copy that Moray's own kernels read, if they are used."""
+        return self._both.compiled
+
     def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         """x weight^T + bias."""
         if self.weight.data_ptr() != self._both.weight.data_ptr():  # the weight was replaced since it was packed
