@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
 from moray.targets.huge_pages import _pieces
 from moray.targets.kernels import choice
+from moray.targets.kernels.attention import CompiledAttention
+from moray.targets.kernels.compiled import loaded_kernels
 from moray.targets.kernels.kinds import Kernels, stock_kernels
 from moray.targets.kernels.weights import PackedLinear
 from moray.targets.model import Target
@@ -63,6 +66,8 @@ def passes(target: Target, num_rows: int = 2) -> list[torch.Tensor]:
     mask[..., 1, 12] = mask[..., 2, 13] = True
     positions = torch.tensor([[11, 12, 12]]).expand(num_rows, -1)
     found.append(target.forward(tokens[:, 11:14], positions, mask, cache).last)
+    added = torch.zeros(mask.shape, dtype=target.dtype).masked_fill_(~mask, -torch.inf)  # as decoding gives it
+    found.append(target.forward(tokens[:, 11:14], positions, added, cache).last)
     cache.commit(1)
     found.append(target.forward(tokens[:, 14:], torch.full((num_rows, 1), 12), None, cache).last)
     return found
@@ -136,8 +141,20 @@ def test_compiled_parts_are_used_for_few_rows(tiny, monkeypatch):
             part = getattr(one, name)
             if part is not None:
                 monkeypatch.setattr(one, name, partial(counted, part, seen))
+    attended: set[tuple[int, int]] = set()
+
+    def attends(self: CompiledAttention, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        attended.add((query.shape[2], key.shape[2]))
+        return compiled(self, query, key, *rest)
+
+    compiled = CompiledAttention.__call__
+    monkeypatch.setattr(CompiledAttention, "__call__", attends)
     passes(tiny.target)
     are_compiled = fused[0]._compiled_up_to > 0
+    can_attend = are_compiled and fused[0]._head_dim % loaded_kernels().lanes == 0
+    with_window = tiny.name == "windows"  # whose mask for a single query is of booleans
+    passed = {(3, 14)} if with_window else {(3, 14), (1, 13)}
+    assert attended == (passed if can_attend else set()), "(queries, slots), without booleans as masks"
     assert rows["_after"] == ({6, 2} if are_compiled else set())
     assert rows["_before"] == ({6, 2} if are_compiled and fused[0]._head_norm is None else set())
 
