@@ -39,8 +39,10 @@ _MAX_SECONDS = 2.0
 _MAX_NOISE = 1.35
 """How many times as long as its shortest time a product usually takes, above which nothing is concluded: other work
 disturbs the timing. This is 1.1 to 1.2 on an idle machine, and 1.5 or more beside a program on both cores."""
-_USUALLY_COMPILED = 8
+_DRAFTED = 8
 """Row count of drafts, up to which compiled kernels were faster than packed weights on every CPU so far."""
+_WITHOUT_AMX = 64
+"""The same on CPUs that have no unit for products of bfloat16 matrices, and everywhere in float32."""
 _USUALLY_PACKED = 4
 """Row count from which packed weights were faster than torch's kernels on every CPU so far."""
 _GAIN = 1.05
@@ -75,7 +77,7 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_pr
         missing += f"; results of {kind} ones differ by {error:.1e} of their norm, which is more than rounding"
         del gains[kind]
     if noise > _MAX_NOISE and gains:
-        return _usual_kernels(gains, noise, missing, has_memory_for_both)
+        return _usual_kernels(weights[0].dtype, gains, noise, missing, has_memory_for_both)
     if may_round and weights[0].dtype == torch.float32 and (rounded := _rounded_kernels(weights, gains)) is not None:
         return rounded
     compiled_up_to = _compiled_up_to(gains, others=_best_of({**gains, "compiled": {}}))
@@ -139,9 +141,10 @@ def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
     return Kernels(packed_from, reason, torch.bfloat16, compiled_up_to)
 
 
-def _usual_kernels(gains: Gains, noise: float, missing: str, has_memory_for_both: bool) -> Kernels:
+def _usual_kernels(dtype: torch.dtype, gains: Gains, noise: float, missing: str, has_memory_for_both: bool) -> Kernels:
     """What is usually the fastest, on a machine that is too busy to measure it."""
-    compiled_up_to = _USUALLY_COMPILED if "compiled" in gains else 0
+    usually = _DRAFTED if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else _WITHOUT_AMX
+    compiled_up_to = usually if "compiled" in gains else 0
     packed_from = None if "packed" not in gains else compiled_up_to + 1 if compiled_up_to else _USUALLY_PACKED
     if compiled_up_to and not has_memory_for_both:
         packed_from = None
@@ -157,9 +160,9 @@ def _compiled_up_to(gains: Gains, others: Mapping[int, float]) -> int:
     one by one.
     """
     over = {rows: gain / max(others.get(rows, 1.0), 1.0) for rows, gain in gains.get("compiled", {}).items()}
-    if not over or statistics.geometric_mean([over[rows] for rows in _ROWS if rows <= _USUALLY_COMPILED]) < _GAIN:
+    if not over or statistics.geometric_mean([over[rows] for rows in _ROWS if rows <= _DRAFTED]) < _GAIN:
         return 0
-    slower = [rows for rows in _ROWS if rows > _USUALLY_COMPILED and over[rows] < 1 / _GAIN]
+    slower = [rows for rows in _ROWS if rows > _DRAFTED and over[rows] < 1 / _GAIN]
     return max(rows for rows in _ROWS if rows < slower[0]) if slower else ALL_ROWS
 
 

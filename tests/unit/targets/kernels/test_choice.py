@@ -94,7 +94,7 @@ def test_compiled_kernels_are_used_while_they_are_the_fastest(monkeypatch, compi
 
 @pytest.mark.parametrize(
     ("has_compiler", "expected"),
-    [pytest.param(True, (8, 9), marks=needs_compiler), (False, (0, 4))],
+    [pytest.param(True, (64, 65), marks=needs_compiler), (False, (0, 4))],
 )
 def test_nothing_is_concluded_while_other_work_disturbs_the_timing(monkeypatch, has_compiler, expected):
     if not has_compiler:
@@ -105,6 +105,16 @@ def test_nothing_is_concluded_while_other_work_disturbs_the_timing(monkeypatch, 
     assert (found.compiled_up_to, found.packed_from) == expected
     assert found.dtype is None
     assert "as on most machines; other work disturbs the timing here, products take 2.3 times" in found.reason
+
+
+@needs_compiler
+@NEEDS_BF16
+@pytest.mark.parametrize(("has_amx", "expected"), [(True, (8, 9)), (False, (64, 65))])
+def test_a_unit_for_matrices_is_usually_faster_with_more_rows_than_a_draft(monkeypatch, has_amx, expected):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    measured(monkeypatch, {"compiled": NEVER, "packed": NEVER}, noise=2.34)
+    found = choose_kernels([one.bfloat16() for one in LARGE])
+    assert (found.compiled_up_to, found.packed_from) == expected
 
 
 @needs_compiler
