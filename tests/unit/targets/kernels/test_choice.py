@@ -113,7 +113,7 @@ def test_nothing_is_concluded_while_other_work_disturbs_the_timing(monkeypatch, 
 def test_a_unit_for_matrices_is_usually_faster_with_more_rows_than_a_draft(monkeypatch, has_amx, expected):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     measured(monkeypatch, {"compiled": NEVER, "packed": NEVER}, noise=2.34)
-    found = choose_kernels([one.bfloat16() for one in LARGE])
+    found = choose_kernels([one.bfloat16() for one in 2 * LARGE])
     assert (found.compiled_up_to, found.packed_from) == expected
 
 
