@@ -207,6 +207,15 @@ def test_a_finished_evaluation_writes_its_report_again(folder, tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(Runner, "_answer", lambda *_: pytest.fail("asked again"))
         assert evaluation.evaluate(config, Console(quiet=True)) == first
+    assert not [note for note in first["notes"] if "speeds mix both" in note]
+    answers = tmp_path / "out" / ANSWERS_FILE
+    answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation, "git_state", lambda _: {"sha": "abcdef0123", "dirty": False})
+        notes = evaluation.evaluate(config, Console(quiet=True))["notes"]
+    (mixed,) = [note for note in notes if "speeds mix both" in note]
+    assert mixed.startswith("1 of 2 turns were answered by ")
+    assert mixed.endswith(", the others by commit abcdef0: speeds mix both")
     for path, key in ((drafter / "drafter.safetensors", "fingerprint.drafter.rehearsed"), (questions, "questions")):
         text = path.read_text()
         path.write_text(text.replace("1", "2").replace("two", "three"))
