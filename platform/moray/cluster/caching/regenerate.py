@@ -93,16 +93,12 @@ def _answer_missing(
     done = sum(summary.rows for summary in summaries.values())
     total = sum(chunk.num_rows for chunk in chunks.values())
     with own_errors(), Progress("regenerate", total, done=done, unit="chats") as progress:
-        first: float | None = None
-        num_tokens = 0
+        begin, num_tokens = time.monotonic(), 0
         for row in rows_from(dataset, AnsweredRow):
             summaries[row.name] = row.summary
+            num_tokens += row.summary.tokens
             progress.advance(row.summary.rows)
-            if first is None:  # until then targets were loaded as well, which says nothing about speed
-                first = time.monotonic()
-            else:
-                num_tokens += row.summary.tokens
-                progress.update(note=f"{num_tokens / (time.monotonic() - first):,.0f} tokens/s")
+            progress.update(note=f"{num_tokens / (time.monotonic() - begin):,.0f} tokens/s")
             _check_bad_rows(summaries, config.chats.max_bad_rows)
 
 
