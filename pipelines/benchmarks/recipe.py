@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from moray.batch import Taps, TrainBatch
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.masks import draw_view, loss_positions
-from moray.drafters.common.layers import Rotary, SelfAttentionLayer, rotate
+from moray.drafters.common.decoder_layers import SelfAttentionLayer
+from moray.drafters.common.layers import Rotary, rotate
 from moray.drafters.learner import DraftView
 from moray.drafters.moa.moa import MoA
 from moray.drafters.moa.pooled import PooledSelfAttentionLayer

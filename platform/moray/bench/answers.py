@@ -7,9 +7,10 @@ module does not depend on how answers are generated or what is computed from the
 
 import fcntl
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,9 +21,10 @@ from moray.config import Config
 from moray.decoding.generation import Generation
 from moray.distill.runs import check_run
 from moray.errors import ConfigError, DataError, MismatchError
-from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
+from moray.provenance import RUN_FILE, git_state, read_run_yaml, write_run_yaml
 
 ANSWERS_FILE = "answers.jsonl"
+UNKNOWN = "an unknown version"
 
 
 class MethodAnswer(Config):
@@ -41,6 +43,8 @@ class AnsweredTurn(Config):
     turn: int
     temperature: float
     answers: tuple[MethodAnswer, ...]
+    program: str = UNKNOWN
+    """The version of Moray that answered."""
 
 
 class AnswerLog:
@@ -52,6 +56,8 @@ class AnswerLog:
         self.path = path
         self._file = file
         self._ahead = deque(recorded)
+        self._program = _program()
+        self._programs = Counter(line.program for line in recorded)
 
     def take(
         self, question_id: str, turn: int, temperature: float, methods: Sequence[tuple[str, str]]
@@ -83,7 +89,9 @@ class AnswerLog:
         Raises:
             DataError: the file cannot be written.
         """
-        line = AnsweredTurn(question_id=question_id, turn=turn, temperature=temperature, answers=answers)
+        line = AnsweredTurn(
+            question_id=question_id, turn=turn, temperature=temperature, answers=answers, program=self._program
+        )
         try:
             self._file.write(line.model_dump_json().encode() + b"\n")
             self._file.flush()
@@ -92,6 +100,13 @@ class AnswerLog:
             raise DataError(
                 f"'{self.path}' cannot be written: {error.strerror}; fix that and run the same command again"
             ) from None
+        self._programs[self._program] += 1
+
+    def mixed_programs(self) -> list[str]:
+        """A note if several versions of Moray answered, so that speeds mix what each of them achieves."""
+        if len(self._programs) < 2:
+            return []
+        return [f"speeds mix versions: {', '.join(f'{name} ({n} turns)' for name, n in self._programs.items())}"]
 
 
 @contextmanager
@@ -143,6 +158,13 @@ def read_answers(path: Path) -> Iterator[AnsweredTurn]:
         raise ConfigError(
             f"'{path}' cannot be read: {error.strerror}; name the answers.jsonl that an evaluation wrote"
         ) from None
+
+
+def _program() -> str:
+    state = git_state(Path(__file__))
+    if state is None:
+        return f"version {metadata.version('moray')}"
+    return f"commit {state['sha'][:7]}{' with changes' if state['dirty'] else ''}"
 
 
 def _check_not_taken(folder: Path) -> None:

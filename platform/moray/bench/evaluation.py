@@ -1,6 +1,5 @@
 """Runs one evaluation from configuration to report: load, ask, summarise."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
 from moray.drafters.loading import fingerprints_of, folder_of, load_drafters
 from moray.progress import Progress
-from moray.provenance import git_state, machine, read_run_yaml, sha256_of_files, versions
+from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
@@ -44,15 +43,13 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     with open_answers(config, fingerprints) as log:
         record = read_run_yaml(Path(config.output))
         total = sum(len(question.turns) for question in questions) * len(config.samplings)
-        mixed = _mixed_commits(record.get("git"), log.num_recorded, total)
-        for note in mixed:
-            console.print(note, markup=False, highlight=False)
         if log.num_recorded:
             console.print(
                 f"{log.num_recorded} of {total} turns were answered before (begun {record['written_at']}); "
                 f"remove {log.path} to ask them again", markup=False, highlight=False,
             )  # fmt: skip
         _ask(runner, questions, log, total, console)
+        mixed = log.mixed_programs()
     if not runner.measurement.asked:
         raise nothing_fits(config.questions, runner.max_model_len)
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
@@ -72,15 +69,6 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         | {"versions": versions(), "fingerprints": fingerprints}
         | {"begun": record["written_at"], "git": record.get("git")},
     }
-
-
-def _mixed_commits(begun: Mapping[str, Any] | None, num_recorded: int, total: int) -> list[str]:
-    """A note if some turns were answered by another commit of this program: then speeds mix what both achieve."""
-    now = git_state(Path(__file__))
-    if now == begun or not 0 < num_recorded < total:
-        return []
-    first, second = ("another version" if one is None else f"commit {one['sha'][:7]}" for one in (begun, now))
-    return [f"{num_recorded} of {total} turns were answered by {first}, the others by {second}: speeds mix both"]
 
 
 def _drop_phases(figures: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.common.layers import Attention, DecoderLayer
+from moray.drafters.common.decoder_layers import DecoderLayer
+from moray.drafters.common.layers import Attention
 from moray.drafters.config_base import DrafterConfigBase, TrainableBase
 from moray.drafters.learner import DraftOutput, DraftView, Learner
 from moray.errors import ConfigError
@@ -214,8 +215,9 @@ class Drafter(Learner, Generic[State]):
             parameter.data = parameter.data.to(dtype)
 
     def pack(self) -> str:
-        """Pack the weights for a CPU's kernels if that makes drafting faster, and round them to bfloat16 if that is
-        faster still: the output does not depend on it. Never for training.
+        """Pack the weights for a CPU's kernels if that makes drafting faster, and round them, and what layers pass on,
+        to bfloat16 if that is faster still: the output does not depend on it. Never for training, and the last change
+        to the weights.
 
         Returns:
             one line on what was chosen; empty for a small drafter, for which nothing is measured.

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.decoder_layers import SelfAttentionLayer
 from moray.drafters.common.features import FeatureState, features_before, keep_drafted
-from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.common.layers import KeysValues, RotaryTable, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.unrolled import STEP_DECAY, drafted_before, from_step

@@ -24,16 +24,9 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.attention import KVBuffer, Mask, Reach, without_known
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.decoder_layers import DecoderLayer
 from moray.drafters.common.features import FeatureState, features_before, keep_drafted
-from moray.drafters.common.layers import (
-    DecoderLayer,
-    KeysValues,
-    RMSNorm,
-    Rotary,
-    RotaryTable,
-    SelfAttention,
-    init_weights,
-)
+from moray.drafters.common.layers import KeysValues, RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.unrolled import STEP_DECAY, drafted_before, from_step
@@ -48,10 +41,12 @@ class Eagle3Layer(DecoderLayer[SelfAttention]):
     """A decoder layer whose attention reads embedding and feature side by side, and adds to the feature."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__(width, config, norm_eps, has_input_norm=False)
+        super().__init__()
         self.embedding_norm = RMSNorm(width, norm_eps)
         self.feature_norm = RMSNorm(width, norm_eps)
         self.attention = SelfAttention(2 * width, config, head_dim, out_width=width)
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def unroll(
         self,

@@ -179,6 +179,6 @@ class Glide(BatchedDrafter[GlideState]):
         hidden = self._finish(
             without_known(x, reaches) + attended,
             rows.node_positions.reshape(1, -1),
-            partial(attend_each, memories=memories, compiled=attention.compiled),
+            partial(attend_each, memories=memories, kernel=attention.kernel),
         )
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0])).view(*tokens.shape, -1)

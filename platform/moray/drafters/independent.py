@@ -17,8 +17,9 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Memory
 from moray.drafters.common.attention import Reach
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.decoder_layers import SelfAttentionLayer
 from moray.drafters.common.hugging_face import layer_state
-from moray.drafters.common.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.common.layers import RMSNorm, RotaryTable, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.configs import IndependentConfig

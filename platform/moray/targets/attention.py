@@ -2,9 +2,9 @@
 
 On CPUs, torch's kernel handles grouped key/value heads and masks together, so the stock backend's copies of keys and
 values for each query head (`repeat_kv`) are not needed: a verify pass of the small demo target takes 12 % less time.
-With few queries, the query heads of a group are computed together (`attend_grouped`). On a GPU the stock backend picks
-better kernels and is used. Both also accept, instead of a mask, the visibility rule of a whole training sequence (see
-`visibility`).
+With few queries, the query heads of a group are computed together (`attend_grouped`), by Moray's own kernel where that
+is used (see `targets.kernels.attention`). On a GPU the stock backend picks better kernels and is used. Both also
+accept, instead of a mask, the visibility rule of a whole training sequence (see `visibility`).
 
 Modules that take two seconds to import are imported inside functions, because many processes import this module without
 running a target.
@@ -35,17 +35,17 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | Visible | None,
     scaling: float | None = None,
-    compiled: CompiledAttention | None = None,
+    kernel: CompiledAttention | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, [batch, heads, seq, head_dim] in, [batch, seq, heads, head_dim] out; by the
-    `compiled` kernel, if that is given and can compute it."""
+    `kernel`, if that is given and can compute it."""
     if isinstance(attention_mask, Visible):
         return attend_visible(query, key, value, attention_mask, scaling).transpose(1, 2), None
     if attention_mask is None and query.shape[2] > 1:
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
     else:
-        out = attend_grouped(query, key, value, attention_mask, scaling, compiled)
+        out = attend_grouped(query, key, value, attention_mask, scaling, kernel)
     return out.transpose(1, 2), None
 
 
@@ -55,9 +55,9 @@ def attend_grouped(
     value: Float[Tensor, "batch kv_heads slots head_dim"],
     mask: Float[Tensor, "#batch 1 #seq slots"] | Bool[Tensor, "#batch 1 #seq slots"] | None,
     scale: float | None = None,
-    compiled: CompiledAttention | None = None,
+    kernel: CompiledAttention | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Attention of query heads to the key/value head that their group shares; by the `compiled` kernel, if that is
+    """Attention of query heads to the key/value head that their group shares; by the `kernel`, if that is
     given and can compute it.
 
     Without a mask, every query sees all slots. A CPU's fused kernel reads keys and values again for each head, and in
@@ -67,8 +67,8 @@ def attend_grouped(
     """
     batch, num_heads, seq, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    if compiled is not None and compiled.can_compute(query, key, value, mask):
-        return compiled(query, key, value, mask, head_dim**-0.5 if scale is None else scale)
+    if kernel is not None and kernel.can_compute(query, key, value, mask):
+        return kernel(query, key, value, mask, head_dim**-0.5 if scale is None else scale)
     group = num_heads // num_kv_heads
     is_worth_it = query.device.type == "cpu" and seq <= _FEW and not (seq == 1 and query.dtype == torch.float32)
     if group == 1 or not is_worth_it:

@@ -3,8 +3,8 @@
 A pass over few tokens is so short that the number of operations matters. transformers computes a layer in about sixty
 operations, seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate
 and up projections, and norms and rotations take half the operations. Where Moray's own kernels are used (see
-`targets.kernels`), a pass of few tokens takes one operation before attention, one for it and one after it. The results
-equal those of transformers up to rounding.
+`targets.kernels`), a pass of few tokens takes one operation a layer. The results equal those of transformers up to
+rounding.
 
 Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
 joined ones are copies, not pages of the model's file, so that they can lie in huge pages. The layer's own forward pass
@@ -22,11 +22,13 @@ from transformers.activations import SiLUActivation
 from moray.targets.attention import grouped_attention
 from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
-from moray.targets.kernels.kinds import PLAIN, Kernels, are_plain_weights_wanted
+from moray.targets.kernels.kinds import PLAIN, Kernels, are_stock_kernels_wanted
 from moray.targets.kernels.layer import AfterAttention, BeforeAttention
 from moray.targets.kernels.weights import PackedWeight
+from moray.targets.kernels.whole_layer import WholeLayer
 from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
+from moray.targets.visibility import Visible
 
 
 def fuse_layers(model: Any) -> list[Tensor]:
@@ -66,8 +68,9 @@ class FusedLayer:
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._compiled_up_to = 0
         self._before: BeforeAttention | None = None
-        self._attends: CompiledAttention | None = None
+        self._attention_kernel: CompiledAttention | None = None
         self._after: AfterAttention | None = None
+        self._whole: WholeLayer | None = None
 
     def pack(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -75,8 +78,12 @@ class FusedLayer:
             joined.pack(kernels)
         self._compiled_up_to = kernels.compiled_up_to
         self._before = self._compiled_before() if kernels.compiled_up_to else None
-        self._attends = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
+        self._attention_kernel = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
         self._after = self._compiled_after() if kernels.compiled_up_to else None
+        self._whole = None
+        if kernels.compiled_up_to:
+            parts = self._before, self._after, self._num_heads, self._scaling
+            self._whole = WholeLayer.from_parts(loaded_kernels(), *parts)
 
     def __call__(
         self,
@@ -89,7 +96,7 @@ class FusedLayer:
         **others: Any,
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output; takes the arguments of transformers' layers."""
-        if not isinstance(position_embeddings, Rotation) or past_key_values is None or are_plain_weights_wanted():
+        if not isinstance(position_embeddings, Rotation) or past_key_values is None or are_stock_kernels_wanted():
             return self._stock(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -100,12 +107,30 @@ class FusedLayer:
                 **others,
             )
         batch, new, _ = hidden_states.shape
+        whole = self._in_one_call(hidden_states, position_embeddings, past_key_values, attention_mask)
+        if whole is not None:
+            return whole
         query, key, value = self._heads(hidden_states, position_embeddings)
         key, value = past_key_values.update(key, value, self._layer_number)
         attended, _ = grouped_attention(
-            self._attention, query, key, value, attention_mask, self._scaling, self._attends
+            self._attention, query, key, value, attention_mask, self._scaling, self._attention_kernel
         )
         return self._output(hidden_states, attended.reshape(batch, new, -1))
+
+    def _in_one_call(
+        self, hidden_states: Tensor, rotation: Rotation, cache: Any, mask: Tensor | Visible | None
+    ) -> Tensor | None:
+        """The layer's output if one compiled kernel computes it, which also writes to the cache."""
+        batch, new, _ = hidden_states.shape
+        if self._whole is None or batch * new > self._compiled_up_to or len(rotation[0]) != batch:
+            return None
+        find = getattr(cache, "places", None)
+        if find is None or isinstance(mask, Visible) or self._mlp._compiled_call_impl is not None:
+            return None
+        places = find(self._layer_number, new)
+        if places is None or not self._whole.can_compute(hidden_states, places, mask):
+            return None
+        return self._whole(hidden_states, rotation, places, mask)
 
     def _heads(self, hidden_states: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """Queries, keys and values, [batch, heads, new, head_dim] each; the first two rotated."""

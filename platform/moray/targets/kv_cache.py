@@ -7,13 +7,26 @@ go to consecutive slots, whatever their positions are. The engine's cache, in wh
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
+
+
+class Places(NamedTuple):
+    """Where a layer's new keys and values go, for kernels that write them themselves."""
+
+    key: Float[Tensor, "batch kv_heads capacity head_dim"]
+    value: Float[Tensor, "batch kv_heads capacity head_dim"]
+    num_seen: int
+    """Slots, from the first one on, that the pass attends to."""
+    begin: int
+    """First slot that the new tokens of every row are written to, one after the other."""
+    slots: Int[Tensor, "batch new"] | None = None
+    """The slots of the new tokens instead, if rows differ."""
 
 
 class KVCache(Cache):
@@ -51,6 +64,12 @@ class KVCache(Cache):
         key.narrow(2, self.length, new).copy_(key_states)
         value.narrow(2, self.length, new).copy_(value_states)
         return key.narrow(2, 0, self.length + new), value.narrow(2, 0, self.length + new)
+
+    def places(self, layer_idx: int, num_new: int) -> Places | None:
+        """What `update` would write to and return; None from caches that store keys and values in another way."""
+        if type(self).update is not KVCache.update:
+            return None
+        return Places(*self._layers[layer_idx], self.length + num_new, self.length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of committed tokens."""

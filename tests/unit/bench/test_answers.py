@@ -8,7 +8,7 @@ from rehearsed import Rehearsed
 from rich.console import Console
 from tiny_targets import save_chat_target
 
-from moray.bench import evaluation
+from moray.bench import answers, evaluation
 from moray.bench.answers import ANSWERS_FILE, open_answers
 from moray.bench.configs import EvaluateConfig
 from moray.bench.reports.report import write_report
@@ -104,6 +104,23 @@ def test_a_run_that_was_cut_anywhere_goes_on_where_it_was(folder, target, tmp_pa
         ]  # fmt: skip
         kept = content[: content.rfind(b"\n", 0, length) + 1]
         assert (tmp_path / ANSWERS_FILE).read_bytes().startswith(kept), "what was answered is not asked again"
+
+
+def test_answers_of_several_versions_are_noted(folder, target, tmp_path, monkeypatch):
+    """Also when everything has been answered, and when a version from the middle is used again."""
+    config = config_of(folder, tmp_path)
+    path = tmp_path / ANSWERS_FILE
+    for sha, num_kept in (("a" * 40, 0), ("b" * 40, 2), ("a" * 40, 4)):
+        monkeypatch.setattr(answers, "git_state", lambda _, sha=sha: {"sha": sha, "dirty": sha.startswith("b")})
+        if path.exists():
+            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:num_kept]))
+        request_drafts(target, config)
+    with open_answers(config, FINGERPRINTS) as log:
+        (note,) = log.mixed_programs()
+    assert note == "speeds mix versions: commit aaaaaaa (4 turns), commit bbbbbbb with changes (2 turns)"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    with open_answers(config, FINGERPRINTS) as log:
+        assert log.mixed_programs() == []
 
 
 def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
@@ -207,15 +224,6 @@ def test_a_finished_evaluation_writes_its_report_again(folder, tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(Runner, "_answer", lambda *_: pytest.fail("asked again"))
         assert evaluation.evaluate(config, Console(quiet=True)) == first
-    assert not [note for note in first["notes"] if "speeds mix both" in note]
-    answers = tmp_path / "out" / ANSWERS_FILE
-    answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
-    with monkeypatch.context() as patched:
-        patched.setattr(evaluation, "git_state", lambda _: {"sha": "abcdef0123", "dirty": False})
-        notes = evaluation.evaluate(config, Console(quiet=True))["notes"]
-    (mixed,) = [note for note in notes if "speeds mix both" in note]
-    assert mixed.startswith("1 of 2 turns were answered by ")
-    assert mixed.endswith(", the others by commit abcdef0: speeds mix both")
     for path, key in ((drafter / "drafter.safetensors", "fingerprint.drafter.rehearsed"), (questions, "questions")):
         text = path.read_text()
         path.write_text(text.replace("1", "2").replace("two", "three"))

@@ -1,7 +1,7 @@
 """Fused layers: transformers' results to rounding for every family, its own where they are asked for, and its text."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -22,7 +22,9 @@ from moray.targets.kernels import choice
 from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.kernels.compiled import loaded_kernels
 from moray.targets.kernels.kinds import Kernels, stock_kernels
+from moray.targets.kernels.layer import AfterAttention, BeforeAttention
 from moray.targets.kernels.weights import PackedLinear
+from moray.targets.kernels.whole_layer import WholeLayer
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import DynamicShape
@@ -130,17 +132,15 @@ def test_gradients_and_compiled_parts_use_the_layer_s_own_pass(tiny, monkeypatch
 
 def test_compiled_parts_are_used_for_few_rows(tiny, monkeypatch):
     fused = [layer.forward for layer in tiny.target.model.model.layers]
-    rows: dict[str, set[int]] = {"_before": set(), "_after": set()}
+    rows: dict[str, set[int]] = {"_before": set(), "_after": set(), "_whole": set()}
 
-    def counted(part: Callable[..., torch.Tensor], seen: set[int], *args: torch.Tensor) -> torch.Tensor:
+    def counted(part: Callable[..., torch.Tensor], seen: set[int], one: Any, *args: torch.Tensor) -> torch.Tensor:
         seen.add(args[0].shape[:2].numel())
-        return part(*args)
+        return part(one, *args)
 
-    for one in fused:
-        for name, seen in rows.items():
-            part = getattr(one, name)
-            if part is not None:
-                monkeypatch.setattr(one, name, partial(counted, part, seen))
+    for kind, name in ((BeforeAttention, "_before"), (AfterAttention, "_after"), (WholeLayer, "_whole")):
+        part = kind.__call__
+        monkeypatch.setattr(kind, "__call__", partialmethod(partial(counted, part, rows[name])))
     attended: set[tuple[int, int]] = set()
 
     def attends(self: CompiledAttention, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -152,11 +152,15 @@ def test_compiled_parts_are_used_for_few_rows(tiny, monkeypatch):
     passes(tiny.target)
     are_compiled = fused[0]._compiled_up_to > 0
     can_attend = are_compiled and fused[0]._head_dim % loaded_kernels().lanes == 0
-    with_window = tiny.name == "windows"  # whose mask for a single query is of booleans
-    passed = {(3, 14)} if with_window else {(3, 14), (1, 13)}
-    assert attended == (passed if can_attend else set()), "(queries, slots), without booleans as masks"
-    assert rows["_after"] == ({6, 2} if are_compiled else set())
-    assert rows["_before"] == ({6, 2} if are_compiled and fused[0]._head_norm is None else set())
+    is_whole = can_attend and fused[0]._head_norm is None
+    # Where a window hides something, the mask of a single query is of booleans, as the first of three nodes is.
+    added = {6} if tiny.name == "windows" else {6, 2}
+    rest = ({6, 2} - added | {6}) if is_whole else {6, 2}
+    passed = {6: (3, 14), 2: (1, 13)}
+    assert rows["_whole"] == (added if is_whole else set())
+    assert attended == ({passed[one] for one in added} if can_attend and not is_whole else set())
+    assert rows["_after"] == (rest if are_compiled else set())
+    assert rows["_before"] == (rest if are_compiled and fused[0]._head_norm is None else set())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from moray.targets.kv_cache import Places
 from moray.targets.model import Target
 
 GRAIN = 64
@@ -168,6 +169,16 @@ class BatchedKVCache(Cache):
             key[rows, :, slots] = key_states.transpose(1, 2)
             value[rows, :, slots] = value_states.transpose(1, 2)
         return key.narrow(2, 0, self._seen), value.narrow(2, 0, self._seen)
+
+    def places(self, layer_idx: int, num_new: int) -> Places | None:
+        """See `targets.kv_cache.KVCache.places`."""
+        if type(self).update is not BatchedKVCache.update:
+            return None
+        key, value = self._layers[layer_idx]
+        if self._begin is not None:
+            return Places(key, value, self._seen, self._begin)
+        assert self._index is not None, "aim before a pass"
+        return Places(key, value, self._seen, 0, self._index[1])
 
     def place(self, positions: Int[Tensor, "rows new"]) -> Int[Tensor, "rows slots"]:
         """The positions of all slots that the pass attends to: `positions` for the new tokens, and the slot's number

@@ -41,16 +41,16 @@ def attend(
     key: Float[Tensor, "batch kv_heads slots head_dim"],
     value: Float[Tensor, "batch kv_heads slots head_dim"],
     mask: Mask,
-    compiled: CompiledAttention | None = None,
+    kernel: CompiledAttention | None = None,
 ) -> Float[Tensor, "batch seq width"]:
-    """Scaled dot-product attention; returns the heads side by side. `compiled` is the kernel that computes few queries,
+    """Scaled dot-product attention; returns the heads side by side. `kernel` is the one that computes few queries,
     if there is one."""
     if isinstance(mask, Visible):
         attended = attend_visible(query, key, value, mask)
     elif isinstance(mask, str):
         attended = attend_causally(query, key, value)
     else:
-        attended = attend_grouped(query, key, value, mask, compiled=compiled)
+        attended = attend_grouped(query, key, value, mask, kernel=kernel)
     return attended.transpose(1, 2).flatten(2)
 
 
@@ -59,7 +59,7 @@ def attend_within(
     key: Float[Tensor, "1 kv_heads rows head_dim"],
     value: Float[Tensor, "1 kv_heads rows head_dim"],
     reaches: Sequence[Reach],
-    compiled: CompiledAttention | None = None,
+    kernel: CompiledAttention | None = None,
 ) -> Float[Tensor, "1 rest width"]:
     """Attention of each row to its own sequence, for rows of several sequences. Their keys and values are first written
     to the buffers."""
@@ -71,20 +71,20 @@ def attend_within(
         cache[1, :, :, slot:end] = own_value
         seen_key, seen_value = cache[..., :end, :]
         asking = own_query[:, :, num_known:] if num_known else own_query
-        attended.append(attend(asking, seen_key, seen_value, mask, compiled))
+        attended.append(attend(asking, seen_key, seen_value, mask, kernel))
     return _joined(attended)
 
 
 def attend_each(
     query: Float[Tensor, "1 heads rows head_dim"],
     memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
-    compiled: CompiledAttention | None = None,
+    kernel: CompiledAttention | None = None,
 ) -> Float[Tensor, "1 rows width"]:
     """Attention of rows of several sequences, the same number for each, to all keys and values in the sequence's
     memory."""
     queries = _cut(query, [query.shape[2] // len(memories)] * len(memories), 2)
     parts = zip(queries, memories, strict=True)
-    return _joined([attend(own, memory[0], memory[1], None, compiled) for own, memory in parts])
+    return _joined([attend(own, memory[0], memory[1], None, kernel) for own, memory in parts])
 
 
 def without_known(x: Float[Tensor, "1 rows width"], reaches: Sequence[Reach]) -> Float[Tensor, "1 rest width"]:

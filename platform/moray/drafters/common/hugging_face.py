@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.drafters.common.layers import SelfAttentionLayer
+from moray.drafters.common.decoder_layers import SelfAttentionLayer
 
 LAYER_TENSORS = (
     "input_layernorm.weight",

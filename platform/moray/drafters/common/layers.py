@@ -1,24 +1,22 @@
-"""Building blocks of drafters: rotary tables, attention that can reach its keys and values, SwiGLU blocks.
+"""Building blocks of drafters: rotary tables, norms, attention that can reach its keys and values, SwiGLU blocks.
 
 Unlike in a library's decoder layer, the caller owns keys and values: training has them for all positions at once,
 drafting keeps them in preallocated buffers.
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
-from moray.drafters.common.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within, without_known
+from moray.drafters.common.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within
 from moray.drafters.common.direction import Direction
 from moray.drafters.config_base import BlockConfig
 from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.kernels.compiled import loaded_kernels
-from moray.targets.kernels.kinds import Kernels, are_plain_weights_wanted
-from moray.targets.kernels.layer import AfterAttention
+from moray.targets.kernels.kinds import Kernels
 from moray.targets.visibility import Visible
 
 Rotary = Complex[Tensor, "#seq half"]
@@ -96,12 +94,12 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled: CompiledAttention | None = None
+        self.kernel: CompiledAttention | None = None
         """The kernel that computes few queries, if there is one."""
 
     def pack(self, kernels: Kernels) -> None:
         """Draft with these kernels from now on."""
-        self.compiled = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
+        self.kernel = CompiledAttention(loaded_kernels()) if kernels.compiled_up_to else None
 
 
 class SelfAttention(Attention):
@@ -124,7 +122,7 @@ class SelfAttention(Attention):
     ) -> Float[Tensor, "batch seq inner"]:
         """All positions at once."""
         query, key, value = self._heads_of(normed, rotary)
-        return attend(query, key, value, mask, self.compiled)
+        return attend(query, key, value, mask, self.kernel)
 
     def unroll(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
@@ -163,7 +161,7 @@ class SelfAttention(Attention):
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], rotary)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
-        return attend_within(query, key, value, reaches, self.compiled)
+        return attend_within(query, key, value, reaches, self.kernel)
 
 
 class CrossAttention(Attention):
@@ -202,7 +200,7 @@ class CrossAttention(Attention):
         memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
     ) -> Float[Tensor, "1 rows inner"]:
         """New positions of several sequences, the same number for each, over all of their sequence's memory."""
-        return attend_each(self._query(normed, rotary), memories, self.compiled)
+        return attend_each(self._query(normed, rotary), memories, self.kernel)
 
     def _query(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
@@ -225,113 +223,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
-
-
-AttentionT = TypeVar("AttentionT", bound=Attention)
-
-
-class DecoderLayer(nn.Module, Generic[AttentionT]):
-    """Pre-norm decoder layer: x + o_proj(attention(norm(x))), then x + mlp(norm(x))."""
-
-    attention: AttentionT
-
-    def __init__(self, width: int, config: BlockConfig, norm_eps: float, has_input_norm: bool = True) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(width, norm_eps) if has_input_norm else nn.Identity()
-        self.mlp_norm = RMSNorm(width, norm_eps)
-        self.mlp = SwiGLU(width, config.intermediate_size)
-        self._after: AfterAttention | None = None
-        self._compiled_up_to = 0
-
-    def pack(self, kernels: Kernels) -> None:
-        """Draft with these kernels from now on; its linear layers are packed already. What follows attention is then
-        one operation."""
-        linears = (self.attention.o_proj, self.mlp.gate_up, self.mlp.down)
-        self._after = AfterAttention.of(linears, self.mlp_norm.weight.detach(), self.mlp_norm.eps or 0.0)
-        self._compiled_up_to = kernels.compiled_up_to
-
-    def has_compiled_end(self, x: Float[Tensor, "batch seq width"]) -> bool:
-        """Whether one operation computes what follows attention for so many rows."""
-        rows = x.shape[0] * x.shape[1]
-        return self._after is not None and rows <= self._compiled_up_to and not are_plain_weights_wanted()
-
-    def _finish(
-        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq inner"]
-    ) -> Float[Tensor, "batch seq width"]:
-        if self._after is not None and self.has_compiled_end(x):
-            return self._after(attended.to(self._after.dtype), x.to(self._after.dtype)).to(x.dtype)
-        x = x + self.attention.o_proj(attended)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class SelfAttentionLayer(DecoderLayer[SelfAttention]):
-    """A decoder layer: over whole sequences in training, over a cache while drafting."""
-
-    def __init__(
-        self, width: int, config: BlockConfig, head_dim: int, norm_eps: float, has_input_norm: bool = True
-    ) -> None:
-        super().__init__(width, config, norm_eps, has_input_norm)
-        self.attention = SelfAttention(width, config, head_dim)
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq width"],
-        rotary: Rotary,
-        mask: Mask,
-    ) -> Float[Tensor, "batch seq width"]:
-        """All positions of `x` at once."""
-        return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
-
-    def unroll(
-        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
-    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
-        """All positions in one of several draft steps; also returns its keys and values (see
-        `SelfAttention.unroll`)."""
-        attended, own = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
-        return self._finish(x, attended), own
-
-    def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
-        """Write only the keys and values of new positions (see `SelfAttention.remember`)."""
-        self.attention.remember(self.input_norm(x), rotary, cache, start)
-
-    def draft(
-        self, x: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
-    ) -> Float[Tensor, "1 rest width"]:
-        """New positions of several sequences over their caches, without those that are known already."""
-        attended = self.attention.draft(self.input_norm(x), rotary, reaches)
-        return self._finish(without_known(x, reaches), attended)
-
-
-class CrossAttentionLayer(DecoderLayer[CrossAttention]):
-    """A decoder layer whose attention reads a memory: keys and values that `memorise` computed once."""
-
-    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__(width, config, norm_eps)
-        self.attention = CrossAttention(width, config, head_dim)
-
-    def memorise(self, memory: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq kv_width"]:
-        """Keys and values of memory vectors, not yet rotated; uses the same input norm as the queries."""
-        return self.attention.kv_proj(self.input_norm(memory))
-
-    def forward(
-        self,
-        x: Float[Tensor, "batch seq width"],
-        rotary: Rotary,
-        key: Float[Tensor, "batch kv_heads slots head_dim"],
-        value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Visible | None,
-    ) -> Float[Tensor, "batch seq width"]:
-        """The layer's output for `x`, given the memory's keys and values."""
-        return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
-
-    def draft(
-        self,
-        x: Float[Tensor, "1 rows width"],
-        rotary: Rotary,
-        memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
-    ) -> Float[Tensor, "1 rows width"]:
-        """The layer's output for rows of several sequences (see `CrossAttention.draft`)."""
-        return self._finish(x, self.attention.draft(self.input_norm(x), rotary, memories))
 
 
 def init_weights(module: nn.Module, norm_init: str) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import TAIL, Memory
 from moray.drafters.common.batched import BatchedDrafter
-from moray.drafters.common.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.common.decoder_layers import CrossAttentionLayer, SelfAttentionLayer
+from moray.drafters.common.layers import RotaryTable, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.t_step import memory_tokens, own_tokens, past_and_drafted

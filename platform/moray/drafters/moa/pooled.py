@@ -1,7 +1,7 @@
 """The layer of layer self-attention: the mean over positions of a decoder layer's output, without a mask.
 
-Its sequences are short (a token's layers) and there is one per token, so it is written for few passes over memory: the
-norms' weights are folded into the projections, and everything linear is applied to the mean.
+Its sequences are short (a token's layers) and there is one per token, so for many tokens it is written for few passes
+over memory: the norms' weights are folded into the projections, and everything linear is applied to the mean.
 """
 
 import torch
@@ -9,11 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.drafters.common.attention import attend
-from moray.drafters.common.layers import DecoderLayer, RMSNorm, Rotary, SelfAttention, rotate
+from moray.drafters.common.decoder_layers import DecoderLayer
+from moray.drafters.common.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.moa.gated_mean import GatedMean
 from moray.drafters.moa.layer_attention import LayerAttention
 
+_FEW = 16
+"""Up to this many sequences, where the number of operations matters more than the work, the layer is computed like any
+other, by compiled kernels if there are any."""
 _SHORT = 64
 """Up to this many positions, plain matrix products are faster than a CPU's fused attention, which is made for long
 sequences."""
@@ -25,12 +29,15 @@ class PooledSelfAttentionLayer(DecoderLayer[SelfAttention]):
     """mean(h + mlp(norm(h))), where h = x + attention(norm(x))."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__(width, config, norm_eps)
+        super().__init__()
+        self.input_norm = RMSNorm(width, norm_eps)
         self.attention = SelfAttention(width, config, head_dim)
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
         """All positions of `x` at once."""
-        if self.has_compiled_end(x):  # few tokens, drafted with: the number of operations matters
+        if x.shape[0] <= _FEW and self._after_for(x.shape[0] * x.shape[1]) is not None:
             return self._finish(x, self.attention(self.input_norm(x), rotary, None)).mean(dim=1)
         x = x + self._attention(x, rotary)
         # The MLP's last projection is linear, so it is applied to the mean: 1/seq of the work.
@@ -38,10 +45,9 @@ class PooledSelfAttentionLayer(DecoderLayer[SelfAttention]):
         return x.mean(dim=1) + self.mlp.down(gated)
 
     def _attention(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch seq width"]:
-        attention, norm = self.attention, self.input_norm
-        assert isinstance(norm, RMSNorm)
+        attention = self.attention
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-        qkv = norm.project(x, attention.qkv_proj.weight)
+        qkv = self.input_norm.project(x, attention.qkv_proj.weight)
         is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT
         is_float, is_grouped = qkv.dtype == torch.float32, num_heads != num_kv_heads
         if is_short and is_float and not is_grouped:  # half precision has no complex numbers

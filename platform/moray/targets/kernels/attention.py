@@ -2,7 +2,7 @@
 
 torch's kernel for CPUs is made for long sequences. A verify pass has a handful of queries per head, for which it takes
 several times as long as reading the keys and values does. A query's result has the same bits alone and among others,
-and whatever a mask hides adds nothing to it.
+and hidden slots add nothing to it, as long as they hold finite numbers.
 """
 
 import ctypes
@@ -12,31 +12,43 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.targets.kernels.compiled import CompiledKernels
+from moray.targets.kernels.kinds import are_stock_kernels_wanted
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MAX_NEW = 24
+MAX_NEW = 24
 """Maximum number of queries per head: with more, torch's kernel, which multiplies blocks, is as fast or faster."""
 
 
 class AttentionSizes(ctypes.Structure):
-    """`AttentionSizes` of kernels.cpp: sizes, and the strides of queries, keys, values and mask."""
+    """`AttentionSizes` of attention.h: sizes, and the strides of queries, keys, values and mask."""
 
-    _fields_ = [(name, ctypes.c_long) for name in ("batch", "kv_heads", "group", "new_tokens", "slots", "head_dim")]
-    _fields_ += [(f"{of}_{dim}", ctypes.c_long) for of in ("query", "key", "value") for dim in ("batch", "head", "row")]
-    _fields_ += [("mask_batch", ctypes.c_long), ("mask_row", ctypes.c_long)]
+    _fields_ = [
+        (name, ctypes.c_long)
+        for name in (
+            *("batch", "kv_heads", "group", "new_tokens", "slots", "head_dim"),
+            *("query_batch", "query_head", "query_token", "key_batch", "key_head", "key_slot"),
+            *("value_batch", "value_head", "value_slot", "mask_batch", "mask_token"),
+        )
+    ]
 
 
 class CompiledAttention:
     """Scaled dot-product attention by the compiled kernels, for queries, keys and values of one dtype."""
 
     def __init__(self, kernels: CompiledKernels) -> None:
-        self._lanes, self._max_head = kernels.lanes, kernels.max_head
+        self._kernels = kernels
         self._functions = {dtype: kernels.function("attention", dtype) for dtype in _DTYPES}
 
     def can_compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Whether the kernel is made for these: few queries of float32 or bfloat16, and heads of whole vectors."""
+        """Whether the kernel may compute these and is made for them: few queries of float32 or bfloat16, and heads of
+        whole vectors."""
         new, head_dim = query.shape[2:]
-        if new > _MAX_NEW or head_dim % self._lanes or head_dim > self._max_head or query.dtype not in _DTYPES:
+        if (
+            are_stock_kernels_wanted()
+            or new > MAX_NEW
+            or query.dtype not in _DTYPES
+            or not fits_kernel(self._kernels, head_dim)
+        ):
             return False
         tensors = (query, key, value) if mask is None else (query, key, value, mask)
         return all(one.dtype == query.dtype and one.stride(-1) == 1 for one in tensors)
@@ -54,11 +66,10 @@ class CompiledAttention:
         kv_heads, slots = key.shape[1], key.shape[2]
         assert key.shape == value.shape == (batch, kv_heads, slots, head_dim), "keys and values differ in shape"
         assert heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} heads of keys and values"
-        strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_mask_strides(mask, batch, new, slots)
+        strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides(mask, batch, new, slots)
         sizes = AttentionSizes(batch, kv_heads, heads // kv_heads, new, slots, head_dim, *strides)
         out = query.new_empty(batch, new, heads, head_dim)
-        padded = -(-slots // self._lanes) * self._lanes
-        scores = query.new_empty(batch * heads * new * padded, dtype=torch.float32)
+        scores = query.new_empty(self._kernels.num_scores(slots), dtype=torch.float32)
         self._functions[query.dtype](
             ctypes.addressof(sizes),
             query.data_ptr(),
@@ -73,7 +84,12 @@ class CompiledAttention:
         return out.transpose(1, 2)
 
 
-def _mask_strides(mask: Tensor | None, batch: int, new: int, slots: int) -> tuple[int, int]:
+def fits_kernel(kernels: CompiledKernels, head_dim: int) -> bool:
+    """Whether heads of this size are whole vectors, and not too large."""
+    return head_dim % kernels.lanes == 0 and head_dim <= kernels.max_head
+
+
+def mask_strides(mask: Tensor | None, batch: int, new: int, slots: int) -> tuple[int, int]:
     """Strides of a mask's rows, 0 where all share one."""
     if mask is None:
         return 0, 0

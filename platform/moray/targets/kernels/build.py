@@ -1,4 +1,4 @@
-"""Compiles Moray's own kernels (`kernels.cpp`) on the machine that runs them, and loads them.
+"""Compiles Moray's own kernels (`kernels.cpp` and its headers) on the machine that runs them, and loads them.
 
 The library is kept in the user's cache folder. Its name holds a hash of its source, its compiler and the CPU, since
 several machines may share that folder. It runs on the threads of torch's own OpenMP: those of a second one would
@@ -64,7 +64,7 @@ def _torch_openmp() -> Path:
 
 def _compiled(compiler: str) -> Path:
     """The library in the cache folder, compiled if it is not there."""
-    source = _SOURCE.read_bytes()
+    source = [path.read_bytes() for path in sorted([_SOURCE, *_SOURCE.parent.glob("*.h")])]
     version = _output_of([compiler, "--version"])
     identity = repr((source, _FLAGS, version, _cpu())).encode()
     folder = _cache_folder()

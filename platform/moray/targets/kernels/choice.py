@@ -40,9 +40,12 @@ _MAX_NOISE = 1.35
 """How many times as long as its shortest time a product usually takes, above which nothing is concluded: other work
 disturbs the timing. This is 1.1 to 1.2 on an idle machine, and 1.5 or more beside a program on both cores."""
 _DRAFTED = 8
-"""Row count of drafts, up to which compiled kernels were faster than packed weights on every CPU so far."""
-_WITHOUT_AMX = 64
-"""The same on CPUs that have no unit for products of bfloat16 matrices, and everywhere in float32."""
+"""Row count of drafts."""
+_COMPILED_WITH_AMX = _DRAFTED
+"""Row count up to which compiled kernels are assumed to be faster than packed weights in bfloat16, if the CPU has a
+unit for products of matrices (AMX). Not measured there yet."""
+_COMPILED_WITHOUT_AMX = 64
+"""The same elsewhere, and in float32: measured on CPUs without AMX."""
 _USUALLY_PACKED = 4
 """Row count from which packed weights were faster than torch's kernels on every CPU so far."""
 _GAIN = 1.05
@@ -143,7 +146,8 @@ def _rounded_kernels(weights: Sequence[Tensor], exact: Gains) -> Kernels | None:
 
 def _usual_kernels(dtype: torch.dtype, gains: Gains, noise: float, missing: str, has_memory_for_both: bool) -> Kernels:
     """What is usually the fastest, on a machine that is too busy to measure it."""
-    usually = _DRAFTED if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else _WITHOUT_AMX
+    has_unit = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    usually = _COMPILED_WITH_AMX if has_unit else _COMPILED_WITHOUT_AMX
     compiled_up_to = usually if "compiled" in gains else 0
     packed_from = None if "packed" not in gains else compiled_up_to + 1 if compiled_up_to else _USUALLY_PACKED
     if compiled_up_to and not has_memory_for_both:

@@ -1,5 +1,4 @@
-"""Moray's own kernels for few rows (`kernels.cpp`): linear layers, and the parts of a decoder layer before and after
-attention.
+"""Moray's own kernels for few rows (`kernels.cpp`): linear layers, attention, and decoder layers.
 
 A plain step or a verify pass reads every weight once, so memory limits its speed. torch's and oneDNN's kernels reach
 about half of that limit; these read each weight in one stream per thread and reach it. They need g++ and Linux; where
@@ -21,7 +20,7 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class WeightPointers(ctypes.Structure):
-    """`Weight` of kernels.cpp."""
+    """`Weight` of linear.h."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
@@ -32,7 +31,7 @@ class WeightPointers(ctypes.Structure):
 
 
 class BeforePointers(ctypes.Structure):
-    """`Before` of kernels.cpp."""
+    """`Before` of layer.h."""
 
     _fields_ = [
         ("qkv", WeightPointers),
@@ -46,7 +45,7 @@ class BeforePointers(ctypes.Structure):
 
 
 class AfterPointers(ctypes.Structure):
-    """`After` of kernels.cpp."""
+    """`After` of layer.h."""
 
     _fields_ = [
         ("out", WeightPointers),
@@ -69,10 +68,11 @@ class CompiledKernels:
         """Numbers of a vector, of which a head's size must be a multiple for attention."""
         self.max_head: int = library.moray_max_head()
         """The largest head for attention."""
+        self._max_queries: int = library.moray_max_queries()
         pointer, count, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self._functions = {
             (name, dtype): getattr(library, f"moray_{name}_{suffix}")
-            for name in ("linear", "before_attention", "attention", "after_attention")
+            for name in ("linear", "before_attention", "attention", "after_attention", "layer")
             for dtype, suffix in _SUFFIXES.items()
         }
         for (name, _), function in self._functions.items():
@@ -82,11 +82,16 @@ class CompiledKernels:
                 "before_attention": [*6 * [pointer], count, count, threads],
                 "attention": [*7 * [pointer], ctypes.c_float, threads],
                 "after_attention": [*5 * [pointer], count, threads],
+                "layer": [*9 * [pointer], count, *3 * [pointer], ctypes.c_float, threads],
             }[name]
 
     def can_compute(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether there is a kernel for this weight in `dtype`: float32 or bfloat16, with whole words in a row."""
         return dtype in _SUFFIXES and weight.shape[1] * dtype.itemsize % _WORD_BYTES == 0
+
+    def num_scores(self, slots: int) -> int:
+        """Floats of scratch that attention over so many slots needs, with the current number of threads."""
+        return torch.get_num_threads() * self._max_queries * (-(-slots // self.lanes) * self.lanes)
 
     def function(self, name: str, dtype: torch.dtype) -> "ctypes._FuncPointer":
         """One of the library's functions, for one number format."""
@@ -98,7 +103,7 @@ class CompiledWeight:
 
     def __init__(self, kernels: CompiledKernels, weight: Float[Tensor, "outputs inputs"]) -> None:
         outputs, inputs = weight.shape
-        self.outputs, self.dtype = outputs, weight.dtype
+        self.outputs, self.inputs, self.dtype = outputs, inputs, weight.dtype
         per_word = _WORD_BYTES // weight.element_size()
         self._steps = inputs // per_word
         blocks = -(-outputs // kernels.block)

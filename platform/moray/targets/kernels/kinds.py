@@ -35,7 +35,7 @@ def is_stock() -> bool:
     return _SWITCH.is_stock
 
 
-def are_plain_weights_wanted() -> bool:
+def are_stock_kernels_wanted() -> bool:
     """Whether only torch's own kernels may compute: under `stock_kernels`, with gradients, and for torch.compile."""
     return is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling()
 

@@ -45,8 +45,10 @@ class BeforeAttention:
         """
         self._kept = norm.float().contiguous(), None if bias is None else bias.float(), qkv
         weight, own_bias, _ = self._kept
-        self._num_heads, self._head_dim, self._outputs = qkv.outputs // head_dim, head_dim, qkv.outputs
-        self._sizes = BeforePointers(
+        self._num_heads, self.head_dim = qkv.outputs // head_dim, head_dim
+        self.scratch = qkv.outputs + len(norm)
+        """Numbers that it keeps for each row meanwhile."""
+        self.pointers = BeforePointers(
             qkv.pointers(own_bias),
             weight.data_ptr(),
             epsilon,
@@ -62,14 +64,14 @@ class BeforeAttention:
         self, hidden: Float[Tensor, "batch new hidden"], rotation: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "batch heads new head_dim"]:
         """Queries and keys, both rotated by these cosines and sines [batch, new, head_dim], and values."""
-        batch, new, width = hidden.shape
-        for one, shape in ((hidden, hidden.shape), *((one, (batch, new, self._head_dim)) for one in rotation)):
+        batch, new, _ = hidden.shape
+        for one, shape in ((hidden, hidden.shape), *((one, (batch, new, self.head_dim)) for one in rotation)):
             _check(one, self._dtype, shape)
         hidden, cosines, sines = hidden.contiguous(), rotation[0].contiguous(), rotation[1].contiguous()
-        heads = hidden.new_empty(batch, self._num_heads, new, self._head_dim)
-        scratch = hidden.new_empty(batch * new * (width + self._outputs), dtype=torch.float32)
+        heads = hidden.new_empty(batch, self._num_heads, new, self.head_dim)
+        scratch = hidden.new_empty(batch * new * self.scratch, dtype=torch.float32)
         self._function(
-            ctypes.addressof(self._sizes),
+            ctypes.addressof(self.pointers),
             hidden.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
@@ -104,20 +106,22 @@ class AfterAttention:
         wide = [None if bias is None else bias.float() for bias in biases]
         self._kept = norm.float().contiguous(), wide, weights
         out, gate_up, down = (weight.pointers(bias) for weight, bias in zip(weights, wide, strict=True))
-        self._scratch = 3 * len(norm) + 3 * (weights[1].outputs // 2)
-        self._sizes = AfterPointers(
+        self.scratch = 3 * len(norm) + 3 * (weights[1].outputs // 2)
+        """Numbers that it keeps for each row meanwhile."""
+        self.pointers = AfterPointers(
             out, gate_up, down, self._kept[0].data_ptr(), epsilon, len(norm), weights[1].outputs // 2
         )
         self._function = kernels.function("after_attention", weights[0].dtype)
+        self._widths = weights[0].inputs, len(norm)
         self.dtype = weights[0].dtype
         """Dtype of its inputs and its output."""
 
     @classmethod
-    def of(
+    def from_packed(
         cls, linears: tuple[nn.Module, nn.Module, nn.Module], norm: Float[Tensor, " hidden"], epsilon: float
     ) -> "AfterAttention | None":
-        """From packed linear layers: the output projection, the gate and up projections joined, and the down
-        projection. None if they have no compiled weights."""
+        """From the output projection, the gate and up projections joined, and the down projection; None if these are no
+        packed layers with compiled weights."""
         packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
         found = [(linear.compiled, linear.bias) for linear in packed if linear.compiled is not None]
         if len(found) < len(linears):
@@ -130,19 +134,19 @@ class AfterAttention:
         self, attended: Float[Tensor, "batch new inner"], hidden: Float[Tensor, "batch new hidden"]
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output, from what attention gives and the layer's input."""
-        _check(attended, self.dtype, attended.shape)
-        _check(hidden, self.dtype, hidden.shape)
+        rows = hidden.shape[:-1]
+        _check(attended, self.dtype, (*rows, self._widths[0]))
+        _check(hidden, self.dtype, (*rows, self._widths[1]))
         attended, hidden = attended.contiguous(), hidden.contiguous()
-        rows = hidden.numel() // hidden.shape[-1]
         out = torch.empty_like(hidden)
-        scratch = hidden.new_empty(rows * self._scratch, dtype=torch.float32)
+        scratch = hidden.new_empty(rows.numel() * self.scratch, dtype=torch.float32)
         self._function(
-            ctypes.addressof(self._sizes),
+            ctypes.addressof(self.pointers),
             attended.data_ptr(),
             hidden.data_ptr(),
             out.data_ptr(),
             scratch.data_ptr(),
-            rows,
+            rows.numel(),
             torch.get_num_threads(),
         )
         return out

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moray.targets.kernels.compiled import CompiledWeight, loaded_kernels
-from moray.targets.kernels.kinds import Kernels, are_plain_weights_wanted
+from moray.targets.kernels.kinds import Kernels, are_stock_kernels_wanted
 from moray.targets.parallel.linear import RowParallelLinear
 
 _HINT = 64
@@ -44,7 +44,7 @@ class PackedWeight:
         """x weight^T + bias."""
         if self.compiled is None and self._packed is None:
             return F.linear(x, self.weight, bias)
-        if are_plain_weights_wanted():
+        if are_stock_kernels_wanted():
             return F.linear(x, self.weight, bias)
         rows = x.numel() // x.shape[-1]
         if self.compiled is not None and rows <= self._compiled_up_to:

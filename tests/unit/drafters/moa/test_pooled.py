@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moray.drafters.common.layers import RotaryTable, SelfAttentionLayer
+from moray.drafters.common.decoder_layers import SelfAttentionLayer
+from moray.drafters.common.layers import RotaryTable
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.moa.pooled import PooledSelfAttentionLayer
 

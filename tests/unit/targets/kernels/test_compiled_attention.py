@@ -8,6 +8,7 @@ from jaxtyping import TypeCheckError
 
 from moray.targets.attention import attend_grouped
 from moray.targets.kernels.attention import CompiledAttention
+from moray.targets.kernels.kinds import stock_kernels
 
 pytestmark = needs_compiler
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -26,7 +27,8 @@ def threads(request):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield
+    with torch.inference_mode():
+        yield
     torch.set_num_threads(before)
 
 
@@ -87,6 +89,24 @@ def test_scores_far_apart_neither_overflow_nor_add_to_the_sum(attends, dtype):
     mask[..., 7] = -torch.inf
     key.fill_(300)
     assert torch.equal(attends(query, key, value, mask, 1.0), torch.ones_like(query))
+
+
+def test_gradients_and_the_baseline_are_left_to_torch(attends):
+    query, key, value = some_heads(1, 3, 9, 64, torch.float32)
+    assert attends.can_compute(query, key, value, None)
+    with stock_kernels():
+        assert not attends.can_compute(query, key, value, None)
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not attends.can_compute(query, key, value, None)
+
+
+def test_a_query_that_sees_nothing_gets_zeros(attends):
+    query, key, value = some_heads(1, 2, 9, 64, torch.float32)
+    mask = torch.full((1, 1, 2, 9), -torch.inf)
+    mask[..., 1, 3] = 0
+    found = attends(query, key, value, mask, 1.0)
+    assert not found[:, :, 0].any()
+    torch.testing.assert_close(found[:, :, 1], value[:, :, 3].repeat_interleave(GROUP, 1))
 
 
 def test_what_the_kernel_is_not_made_for_is_left_to_torch(attends):
