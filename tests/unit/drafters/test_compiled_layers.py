@@ -12,6 +12,7 @@ from tiny_targets import TinyTarget, load_target
 from moray.batch import Taps
 from moray.drafters import base
 from moray.drafters.base import Drafter
+from moray.drafters.common.decoder_layers import DecoderLayer
 from moray.targets.kernels.attention import CompiledAttention
 from moray.targets.kernels.kinds import ALL_ROWS, Kernels
 from moray.targets.kernels.layer import AfterAttention
@@ -77,3 +78,18 @@ def test_scores_are_those_of_the_same_drafter_without_compiled_kernels(tiny, cal
     kind = drafter.config.type
     assert (calls[CompiledAttention] > 0) == (kind != "medusa"), "heads of Medusa attend to nothing"
     assert (calls[AfterAttention] > 0) == (kind not in ("medusa", "glide")), "GLIDE's layer has another order"
+
+
+def test_what_torch_compiled_is_used(tiny, calls, monkeypatch):
+    """MLPs of a packed drafter that torch compiled as well (see `decoding.compiling`)."""
+    drafter = build(tiny, VARIANTS["independent-0"])
+    monkeypatch.setattr(base, "choose_kernels", lambda *_, **__: Kernels(None, "for a test", None, ALL_ROWS))
+    drafter.pack()
+    used: list[int] = []
+    for layer in drafter.modules():
+        if isinstance(layer, DecoderLayer):
+            monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: used.append(1) or torch.zeros_like(x))
+    batch = batch_of(tiny.target, [tiny.prompt(0, 24)], 6, drafter.needs)
+    scores(drafter, batch.tokens[0], batch.taps)
+    assert used
+    assert calls[AfterAttention] == 0
