@@ -163,7 +163,7 @@ def read_answers(path: Path) -> Iterator[AnsweredTurn]:
 def _program() -> str:
     state = git_state(Path(__file__))
     if state is None:
-        return f"version {metadata.version('moray')}"
+        return f"version {metadata.version('moray-platform')}"
     return f"commit {state['sha'][:7]}{' with changes' if state['dirty'] else ''}"
 
 

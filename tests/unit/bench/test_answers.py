@@ -1,6 +1,7 @@
 """Going on after a kill: no answer is lost, asked twice or mixed with another evaluation's."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,9 @@ def test_answers_of_several_versions_are_noted(folder, target, tmp_path, monkeyp
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
     with open_answers(config, FINGERPRINTS) as log:
         assert log.mixed_programs() == []
+    monkeypatch.setattr(answers, "git_state", lambda _: None)  # installed from a package
+    request_drafts(target, config)
+    assert f"version {metadata.version('moray-platform')}" in path.read_text()
 
 
 def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
