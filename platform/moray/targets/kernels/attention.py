@@ -1,7 +1,6 @@
 """Attention of few queries to a cache, in one call of a compiled kernel.
 
-torch's kernel for CPUs is made for long sequences. A verify pass has a handful of queries per head, for which it takes
-several times as long as reading the keys and values does. A query's result has the same bits alone and among others,
+torch's kernel for CPUs is made for long sequences, and a verify pass has a handful of queries per head. A query's result has the same bits alone and among others,
 and hidden slots add nothing to it, as long as they hold finite numbers.
 """
 
@@ -94,7 +93,6 @@ def mask_strides(mask: Tensor | None, batch: int, new: int, slots: int) -> tuple
     if mask is None:
         return 0, 0
     given, heads, rows, seen = mask.shape
-    assert given in (1, batch) and heads == 1 and rows in (1, new) and seen == slots, (  # noqa: PT018
-        f"a mask of {tuple(mask.shape)} does not fit {batch} sequences of {new} queries and {slots} slots"
-    )
+    fits = given in (1, batch) and heads == 1 and rows in (1, new) and seen == slots
+    assert fits, f"a mask of {tuple(mask.shape)} does not fit {batch} sequences of {new} queries and {slots} slots"
     return (0 if given == 1 else mask.stride(0)), (0 if rows == 1 else mask.stride(2))
