@@ -1,7 +1,8 @@
 """Attention of few queries to a cache, in one call of a compiled kernel.
 
-torch's kernel for CPUs is made for long sequences, and a verify pass has a handful of queries per head. A query's result has the same bits alone and among others,
-and hidden slots add nothing to it, as long as they hold finite numbers.
+torch's kernel for CPUs is made for long sequences, and a verify pass has a handful of queries per head. A query's
+result has the same bits alone and among others, and hidden slots add nothing to it, as long as they hold finite
+numbers.
 """
 
 import ctypes
